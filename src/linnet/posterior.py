@@ -212,10 +212,7 @@ class LinearPosterior(PredictiveModel):
             moved = _laplace_draws(self.optimum, n, seed).T - self.mean
         else:
             moved = self.deviation * normal((n, len(self.mean)), seed, self.mean.dtype, self.mean.device)
-        function = self._problem.function
-        for name, mask in function.masks.items():  # entries that do not vary
-            moved[:, function.space.slices[name]] *= mask.flatten()
-        return self.mean + moved
+        return self.mean + self._problem.function.varying(moved)
 
     @in_exact_mode
     def predictive(

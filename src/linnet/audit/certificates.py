@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import check_fitted, unweighed
+from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
 from linnet.fitting.accuracy import Accuracy as Accuracy
 from linnet.fitting.accuracy import estimated, largest_base, measured_rounding, observed
@@ -26,6 +26,7 @@ from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.sketch import SketchedNetwork
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.solved_fit import unweighed
 from linnet.linalg.operator import LinearOperator
 from linnet.linear.system import System
 from linnet.params import instance

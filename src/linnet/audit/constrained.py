@@ -23,7 +23,7 @@ from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.data import examples
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.inputs import DataNotes, in_rows, known_answers, tensorize
+from linnet.tangent.inputs import in_rows, known_answers, tensorize
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
@@ -94,7 +94,7 @@ def flips(before: Any, after: Any, x: Inputs, y: Any) -> Flips:
         >>> print(flips(old, new, torch.zeros(3, 1), [0, 1, 2]))
         accuracy 100.0% -> 66.7%; 1 negative flip(s) (33.3%), 0 positive (0.0%) of 3
     """
-    y = in_rows(x, y, DataNotes())
+    y = in_rows(x, y)
     old, new = outputs_of(before, x, "before"), outputs_of(after, x, "after")
     if old.shape != new.shape or old.shape[1] < 2 or not len(old):
         raise InputError(
@@ -181,7 +181,7 @@ def compatible(
         raise InputError(f"pin={pin!r}", expected='"flips" or "correct"', remedy='leave pin= out for "flips"')
     integer("rounds", rounds)
     optional(number, "weight", weight, above=0)
-    y, old = in_rows(x, y, DataNotes()), outputs_of(old_outputs, x, "old_outputs")
+    y, old = in_rows(x, y), outputs_of(old_outputs, x, "old_outputs")
     x = examples(fit._function, x)
     if old.shape[1] != fit.system.c:
         raise InputError(
@@ -277,7 +277,7 @@ def group_means(fit: Any, x: Inputs, groups: Any, before: Any = None) -> GroupMe
     n = batch_size(tensorize(x))
     if n == 0:
         raise InputError("x is empty", expected="at least two groups of two examples", remedy="pass examples")
-    labels = group_numbers(in_rows(x, groups, DataNotes(), "groups"), n)
+    labels = group_numbers(in_rows(x, groups, "groups"), n)
     names, number, counts = labels.cpu().unique(return_inverse=True, return_counts=True)
     after = _means(outputs_of(fit, x, "fit"), number, counts)
     other = None if before is None else _means(outputs_of(before, x, "before"), number, counts)

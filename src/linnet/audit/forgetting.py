@@ -19,7 +19,6 @@ from torch import Tensor
 
 from linnet import __version__
 from linnet.audit import verify_certificate as verifier
-from linnet.audit.predictors import unweighed
 from linnet.errors import InputError
 from linnet.files import as_path, write_atomic, write_text
 from linnet.fitting.arguments import BATCH
@@ -27,7 +26,7 @@ from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import what_is_known
 from linnet.fitting.position_fit import PositionFit
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.fitting.solved_fit import SolvedFit
+from linnet.fitting.solved_fit import SolvedFit, unweighed
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.linear.kernel_system import whitened_kernel
 from linnet.linear.normal_system import NormalSystem

@@ -26,11 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit, check_fitted, unweighed
+from linnet.audit.predictors import check_fit, check_fitted
 from linnet.errors import InputError
 from linnet.fitting.arguments import checked_inputs, positions
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.solved_fit import unweighed
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows, form_rows
 from linnet.linear.iterative import CGSettings, Effort, Iterative, Reused
@@ -46,7 +47,7 @@ from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.data import examples
 from linnet.tangent.functional import Functional
-from linnet.tangent.inputs import DataNotes, in_rows, known_answers
+from linnet.tangent.inputs import in_rows, known_answers
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.nonfinite import require_finite_products
 
@@ -155,7 +156,7 @@ def influence(
         >>> found.outputs.shape, found.loss.shape, found.method
         (torch.Size([6, 3, 2]), torch.Size([6, 3]), 'exact')
     """
-    fit, labels = check_fitted(fit), in_rows(x, labels, DataNotes(), "labels")
+    fit, labels = check_fitted(fit), in_rows(x, labels, "labels")
     if not isinstance(fit, LinearFit) or fit.system.shared or fit._targets.weights is not None:
         return _of_other(fit, examples(fit._function, x), method, labels, directions)
     x = checked_inputs(fit.module, x)
@@ -501,7 +502,7 @@ def loss_influence(
     fit = check_fit(fit)
     unconstrained(fit, "loss_influence")
     unweighed(fit, "loss_influence")
-    labels, x = in_rows(x, labels, DataNotes(), "labels"), checked_inputs(fit.module, x)
+    labels, x = in_rows(x, labels, "labels"), checked_inputs(fit.module, x)
     function = fit.module.function
     gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, x, labels))
     if directions is not None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.audit.predictors import check_fitted, unweighed
+from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
+from linnet.fitting.solved_fit import unweighed
 from linnet.predictive.noise import probabilities
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.modes import in_exact_mode

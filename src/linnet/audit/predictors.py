@@ -11,7 +11,6 @@ from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit, SquaredFit
 from linnet.fitting.position_fit import PositionFit
-from linnet.fitting.solved_fit import SolvedFit
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
 from linnet.tangent.inputs import known_answers, tensorize
 
@@ -25,13 +24,6 @@ def check_fit(fit: Any) -> LinearFit:
         how = 'linnet.fit(lin, data), whose loss is "squared" and whose outputs share their weights'
         _refuse(fit, expected, f'{how}: any solver but "shared"')
     return fit
-
-
-def unweighed(fit: SolvedFit, what: str) -> None:
-    """Raise for a fit of which some examples count more than others."""
-    if fit._targets.weights is not None:
-        expected = "a fit without sample_weight="
-        raise InputError(f"{what} of a fit with sample_weight=", expected, "fit the examples alike")
 
 
 def check_squared(fit: Any) -> SquaredFit:

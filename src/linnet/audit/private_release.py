@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit, unweighed
+from linnet.audit.predictors import check_fit
 from linnet.errors import InputError, NumericalError
 from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.last_layer import what_is_known
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.solved_fit import unweighed
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.newton import KernelNewton

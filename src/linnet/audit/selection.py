@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit, check_squared, unweighed
+from linnet.audit.predictors import check_fit, check_squared
 from linnet.errors import InputError
 from linnet.fitting.arguments import checked_inputs
 from linnet.fitting.linear_fit import LinearFit, SquaredFit
+from linnet.fitting.solved_fit import unweighed
 from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem

@@ -33,7 +33,7 @@ from linnet.shown import frame, outputs
 from linnet.tangent.batch import Inputs, batch_size, observed, split, take
 from linnet.tangent.data import owned
 from linnet.tangent.graph import Prototype, Traced
-from linnet.tangent.inputs import DataNotes, in_rows
+from linnet.tangent.inputs import in_rows
 from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
@@ -382,10 +382,7 @@ class Fitted(SolvedFit, CoveringModel):
             )
         if weight is not None:
             number("weight", weight, above=0, remedy="leave weight= out for equations that hold exactly")
-        targets, groups = (
-            in_rows(x, targets, DataNotes(), "targets"),
-            in_rows(x, groups, DataNotes(), "groups"),
-        )
+        targets, groups = in_rows(x, targets, "targets"), in_rows(x, groups, "groups")
         x = owned(self._examples(x), self.memory)
         like = self._targets if self.loss == "squared" else None  # logits have no targets
         asked = wanted(x, targets, groups, like, self.system.c, self._function.device)

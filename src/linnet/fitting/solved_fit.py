@@ -417,3 +417,10 @@ class SolvedFit(Shown):
 def _listed(shapes: tuple[Any, ...]) -> str:
     """Shapes of one example, of the one tensor or of several."""
     return str(shapes[0] if len(shapes) == 1 else shapes)
+
+
+def unweighed(fit: SolvedFit, what: str) -> None:
+    """Raise for a fit of which some examples count more than others."""
+    if fit._targets.weights is not None:
+        expected = "a fit without sample_weight="
+        raise InputError(f"{what} of a fit with sample_weight=", expected, "fit the examples alike")

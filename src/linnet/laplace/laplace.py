@@ -288,10 +288,7 @@ class Laplace(PredictiveModel):
         integer("n", n)
         function = self.covariance.function
         theta = function.space.to_flat(function.theta)
-        moved = self.covariance.sample(n, seed).to(theta)
-        for name, mask in function.masks.items():  # entries that do not vary
-            moved[:, function.space.slices[name]] *= mask.flatten()
-        return theta + moved
+        return theta + function.varying(self.covariance.sample(n, seed).to(theta))
 
     # Predictions
 

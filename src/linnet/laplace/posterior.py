@@ -302,10 +302,7 @@ class Posterior:
         """(θ* − μ)², (P,), float64."""
         function = self.curvature.function
         theta = function.space.to_flat(function.theta).double()
-        found = (theta - self.mean.to(theta)).square()
-        for name, mask in function.masks.items():  # entries that do not vary have no prior
-            found[function.space.slices[name]] *= mask.reshape(-1).to(found)
-        return found
+        return function.varying((theta - self.mean.to(theta)).square())  # the others have no prior
 
     def groups(self, form: str) -> Groups:
         """The groups of a form of prior."""

@@ -25,7 +25,7 @@ from linnet.params import call, choice, instance, integer, refuse
 from linnet.tangent.batch import Inputs, batch_size, on_device, take
 from linnet.tangent.data import Data, as_pair
 from linnet.tangent.functional import called
-from linnet.tangent.selection import require_whole
+from linnet.tangent.selection import require_no_masks
 from linnet.training import shuffled, train
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -128,7 +128,7 @@ def train_with_evidence(
     expected = "a function from parameters to an optimizer"
     if not callable(make_optimizer):
         refuse("make_optimizer", make_optimizer, expected, MAKE)
-    require_whole(model, options.get("params"))
+    require_no_masks(model, options.get("params"))
     la = Laplace(model, likelihood, **options)
     trained = [p for p in model.parameters() if p.requires_grad]
     made = call("make_optimizer", make_optimizer, trained, expected=expected, remedy=MAKE)

@@ -60,7 +60,7 @@ from linnet.tangent.functional import Functional, tensors_by_name, without_wrapp
 from linnet.tangent.inputs import taken
 from linnet.tangent.modes import environment_kept
 from linnet.tangent.preflight import warn_of_scale
-from linnet.tangent.selection import require_whole
+from linnet.tangent.selection import require_no_masks
 
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
 Closure = Callable[[], Any]
@@ -165,7 +165,7 @@ class GaussNewton(torch.optim.Optimizer):
         shared = isinstance(model, nn.parallel.DistributedDataParallel)
         called = cast(nn.Module, model.module) if shared else model
         network = without_wrapper(called)
-        require_whole(network, self.settings.params)
+        require_no_masks(network, self.settings.params)
         function = Functional(network, self.settings.params, self.settings.output)
         parameters = parameters_of(network, function.names)
         self._raw = network

@@ -312,8 +312,11 @@ def given_gradient(
     return float(sums[0] / sums[1]), flat, int(sums[1])
 
 
+APART = 1e-2  # of two losses or counts that are taken for the same
+
+
 def require_mean(network: Network, parts: Sequence[Pair], loss: float) -> None:
-    """Raise if a loss that the user computed is a mean over labels, as the curvature is none."""
+    """Raise if the user's loss is a mean over labels, where the curvature is one over examples."""
     n = sum(batch_size(x) for x, _ in parts)
     masks = [(y, network.likelihood.mask(y)) for _, y in parts]
     counted = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks)
@@ -328,7 +331,6 @@ def require_mean(network: Network, parts: Sequence[Pair], loss: float) -> None:
         )
 
 
-APART = 1e-2  # of two losses or counts that are taken for the same
 EXPECTATION = "mc"  # of the factored structures: one backward pass a batch, however many outputs there are
 Average = RunningCurvature | RunningRecursion
 

@@ -42,7 +42,7 @@ from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_na
 from linnet.tangent.inputs import tensorize
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.rules import Form
-from linnet.tangent.selection import Selector, require_whole, select_parameters
+from linnet.tangent.selection import Selector, require_no_masks, select_parameters
 from linnet.tree import map_tensors
 
 
@@ -478,7 +478,7 @@ class IterativeLinearization(Shown):
         self._shared = False
         if isinstance(network, nn.parallel.DistributedDataParallel):
             network, self._shared = network.module, world()[1] > 1
-        require_whole(network, params)
+        require_no_masks(network, params)
         names = select_parameters(network, params)
         every = dict(network.named_parameters())
         self._network, self._parameters = network, {name: every[name] for name in names}

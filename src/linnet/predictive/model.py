@@ -16,7 +16,7 @@ from linnet.plots.measures import Array
 from linnet.predictive.gaussian import Predictive, exclusive
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, check_finite
-from linnet.tangent.inputs import DataNotes, in_rows, known_answers
+from linnet.tangent.inputs import in_rows, known_answers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ class ModelPlots(Plots):
 
     def calibration(self, x: Inputs, y: Any, ax: Axes | None = None, *, bins: int = 10) -> Display:
         """How far probabilities are right, or for numbers how many lie inside predictive intervals."""
-        bins, y = integer("bins", bins), in_rows(x, y, DataNotes())
+        bins, y = integer("bins", bins), in_rows(x, y)
         prediction = self._of.predictive(x)
         p = _probabilities(prediction)
         if p is None:
@@ -46,7 +46,7 @@ class ModelPlots(Plots):
                 expected="a model of values",
                 remedy="draw .plot.calibration(x, y)",
             )
-        mean, std, target = _values(prediction, in_rows(x, y, DataNotes()))
+        mean, std, target = _values(prediction, in_rows(x, y))
         return Display(panels.against_truth, mean=mean, std=std, target=target).plot(ax)
 
     def curve(self, x: Inputs, ax: Axes | None = None, *, output: int = 0) -> Display:

@@ -195,7 +195,7 @@ def _integrated(log_p: Callable[[Tensor], Tensor], mean: Tensor, variance: Tenso
     """The logarithm of ∫ p(y | f) N(f; μ, σ²) df, (N,), by the trapezoidal rule where the integrand is."""
     # mean and variance (N,)
     kind, mean, variance = mean.dtype, mean.double(), variance.double()
-    std = torch.maximum(variance.clamp_min(0).sqrt(), torch.finfo(mean.dtype).eps ** 0.5 * (1 + mean.abs()))
+    std = torch.maximum(variance, torch.finfo(mean.dtype).eps * (1 + mean.abs()).square()).sqrt()
     low, high = mean - REACH * std, mean + REACH * std
     parts = torch.linspace(0, 1, POINTS, dtype=mean.dtype, device=mean.device)[:, None]
     for _ in range(4):  # each time between the neighbors of the points that count

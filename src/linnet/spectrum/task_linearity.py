@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from linnet.distributed import shared_call
 from linnet.errors import DataError, InputError, NumericalError
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.solved_fit import unweighed
 from linnet.linalg.factorize import cholesky
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import parse_bytes
@@ -347,10 +348,8 @@ def task_linearity(
 def _check_fit(fit: Any) -> None:
     """Raise unless it is a linear fit of the squared loss."""
     if isinstance(fit, LinearFit) and not fit.system.shared:
-        if fit._targets.weights is None:
-            return
-        expected = "a fit without sample_weight=, whose kernel is that of the network"
-        raise InputError("task_linearity of a fit with sample_weight=", expected, "fit the examples alike")
+        unweighed(fit, "task_linearity")
+        return
     raise InputError(
         f"fit is {type(fit).__name__}",
         expected="a LinearFit of the squared loss, whose targets the kernel's directions explain",

@@ -402,7 +402,7 @@ def read_batches(
 
 def _tensors(x: Any, y: Any, said: DataNotes) -> tuple[Inputs, Any]:
     """A batch as tensors, with the columns of a table and the rows of its targets in order."""
-    return tensorize(in_columns(x, said)), None if y is None else answers(in_rows(x, y, said), said)
+    return tensorize(in_columns(x, said)), None if y is None else answers(in_rows(x, y, said=said), said)
 
 
 def pairs(data: Any, said: DataNotes, parting: Parting = as_pair) -> Iterator[tuple[Inputs, Any]]:
@@ -621,7 +621,7 @@ class Data:
                 expected="weights in the order of the examples",
                 remedy="pass sample_weight.to_numpy(), or the data as one pair",
             )
-        found = in_rows(table, weights, said, "sample_weight", name)
+        found = in_rows(table, weights, "sample_weight", said, name)
         return replace(self, weights=found, notes=tuple(said.notes))
 
     @property

@@ -285,6 +285,13 @@ class Functional:
         value = self(params, x)
         return value.reshape(value.shape[0], -1)
 
+    def varying(self, flat: Tensor) -> Tensor:
+        """Vectors over the parameters, (..., P), with zeros for entries that do not vary."""
+        found = flat.clone() if self.masks else flat
+        for name, mask in self.masks.items():
+            found[..., self.space.slices[name]] *= mask.flatten().to(found)
+        return found
+
     def output_shape(self, x: Inputs) -> torch.Size:
         """The shape of the outputs of one example, remembered for every shape of inputs."""
         shapes, key = self.cache.output_shapes, example_shapes(x)

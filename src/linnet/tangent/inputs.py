@@ -200,12 +200,13 @@ def has_index(table: Any) -> bool:
     return hasattr(table, "index") and hasattr(table, "to_numpy")
 
 
-def in_rows(x: Any, y: Any, said: DataNotes, name: str = "y", of: str = "x") -> Any:
+def in_rows(x: Any, y: Any, name: str = "y", said: DataNotes | None = None, of: str = "x") -> Any:
     """The targets of a table, or its weights, in the order of its rows, by the index of both."""
     if not (has_index(x) and has_index(y)) or x.index.equals(y.index):
         return y
     if x.index.is_unique and y.index.is_unique and set(x.index) == set(y.index):
-        said.notes.append(f"{name} was put in the order of the index of {of}")
+        if said is not None:
+            said.notes.append(f"{name} was put in the order of the index of {of}")
         return y.loc[x.index]
     raise DataError(
         f"{of} and {name} have different indices, so that rows of {name} may belong to other rows of {of}",
@@ -216,9 +217,10 @@ def in_rows(x: Any, y: Any, said: DataNotes, name: str = "y", of: str = "x") -> 
 
 def answers(y: Any, said: DataNotes | None = None) -> Tensor:
     """Targets as a tensor."""
-    require_no_times(y, "y")
     if _is_frame(y) and len(y.columns) > 1:
         _frame(y, "y")  # which names the columns without numbers
+    else:
+        require_no_times(y, "y")
     y = y.to_numpy() if hasattr(y, "to_numpy") else y
     if isinstance(_first(y), Decimal):
         y = np.array(y, dtype=object)  # of which floats are made

@@ -128,8 +128,7 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     r"""Names of the selected floating-point parameters, in the order of ``named_parameters()``."""
     require_module(model)
     check_selector(params, some=False)  # the error below has the names
-    own = model.named_parameters()
-    named = {n: p for n, p in own if p.is_floating_point() or p.is_complex()}
+    named = {n: p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     if not named:
         raise ModelError(
             f"model ({type(model).__name__}) has no floating-point parameter",
@@ -178,7 +177,7 @@ def selected(model: nn.Module, params: Selector = None) -> dict[str, Tensor | No
     return found
 
 
-def require_whole(model: nn.Module, params: Selector) -> None:
+def require_no_masks(model: nn.Module, params: Selector) -> None:
     """Raise where ``params=`` has masks: what trains the network's own parameters takes them whole."""
     every = dict(require_module(model).named_parameters(remove_duplicate=False))
     given = params if isinstance(params, Mapping) else {}
@@ -248,11 +247,9 @@ def _biases(model: nn.Module, matrices: Iterable[str], named: Iterable[str]) -> 
     words = {getattr(config, "bias", "none") for own in known for config in own.values()}
     layers = {n.partition(".lora_")[0] for n in matrices}
     found = {n for n in named if n.rpartition(".")[2] == "bias"}
-    return (
-        found
-        if "all" in words
-        else {n for n in found if "lora_only" in words and owner(n).removesuffix(".base_layer") in layers}
-    )
+    if "lora_only" in words and "all" not in words:
+        return {n for n in found if owner(n).removesuffix(".base_layer") in layers}
+    return found if "all" in words else set()
 
 
 def _last_layer(model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:

@@ -155,9 +155,8 @@ def survey(
     whole = [a + b + c >= _NUMBERS * d for a, b, c, d in zip(numbers, commas, marked, filled, strict=True)]
     # between cells that commas separate they are thousands' marks as likely
     apart = _delimiter(path) != ","
-    clear, pointed = (
-        any(whole[place] and mark == own for place, mark in decimals) for own in ",."
-    )  # such as 0,5
+    # whether some column of numbers has decimals for certain, such as 0,5 and such as 0.5
+    clear, pointed = (any(whole[place] and mark == own for place, mark in decimals) for own in ",.")
 
     def is_doubtful(place: int) -> bool:
         """Whether a column of numbers may have marks between thousands."""
@@ -347,9 +346,8 @@ def read_like(
     path: Path, table: Table, classes: Sequence[str] | None, trained: bool = False
 ) -> tuple[Array, Array | None, tuple[str, ...], list[str]]:
     """The lines of a table like that of a run, or those to train on: features, answers, names, findings."""
-    names, texts, commas = survey(
-        path, table.commas, {column.name for column in table.features} | {table.target}
-    )
+    kinds = {column.name: column.categories is not None for column in table.features}
+    names, texts, commas = survey(path, table.commas, {*kinds, table.target})
     missing = [column.name for column in table.features if column.name not in names]
     if missing:
         raise DataError(
@@ -357,7 +355,6 @@ def read_like(
             expected=f"the columns {some([column.name for column in table.features])}",
             remedy="name them in the first line",
         )
-    kinds = {column.name: column.categories is not None for column in table.features}
     worded = {name for name in names if kinds.get(name, name in texts)}
     answer = table.target if table.target in names else None
     if answer is not None and classes is not None:  # names that all look like numbers are names
