@@ -18,7 +18,10 @@ the time that is left; one that fails or takes longer is reported, and the next 
   curvlinops, laplace-torch and kronfluence where they are installed (see ``curvature_peers.py``).
 - ``vision``: ViT-B from its configuration, random weights: kernel, KFAC, peak of memory beside the plan.
 - ``language``: a Llama of a billion parameters from its configuration, random weights, with LoRA adapters:
-  the fit by leave-one-out, and influence, peak beside the plan. Both need transformers.
+  the fit by leave-one-out, and influence, peak beside the plan.
+- ``tokens``: a Llama of the sizes of SmolLM2-135M, random weights: the fit of an adapter in its last block to
+  every token, forgetting a tenth of the sequences, EKFAC of the down-projections beside the plain pass, and
+  their gradients along 256 directions in a store. These three need transformers.
 - ``many``: a sketched fit of 50,000 images on the host, of which one batch after the other is carried to the
   device; seconds in training epochs.
 """
@@ -31,6 +34,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -50,12 +54,12 @@ from torch_func_peer import TorchFunctionKernel
 
 import linnet
 from linnet.curvatures import Passes
-from linnet.fitting import Sketch
+from linnet.fitting import CG, Sketch
 from linnet.likelihoods import Categorical
 
 ROOT = Path(__file__).resolve().parents[1]
 PRETEND = "pretend"
-SECONDS = {"toy": 300, "quick": 510, "full": 1440}  # of all parts together
+SECONDS = {"toy": 900, "quick": 510, "full": 1440}  # of all parts together
 BATCH = 128
 PEERS = ("curvlinops", "laplace", "kronfluence")
 
@@ -74,6 +78,7 @@ class Size:
         sequences: Examples of the language model.
         tokens: Of a sequence.
         language: Its configuration.
+        small_language: That of the language model whose tokens are fitted.
         many: Examples of the sketched fit.
         dim: Directions of it.
         networks: Those whose curvature is computed.
@@ -89,6 +94,7 @@ class Size:
     sequences: int
     tokens: int
     language: dict[str, int]
+    small_language: dict[str, int]
     many: int
     dim: int
     networks: tuple[str, ...] = ("lenet", "resnet20", "transformer")
@@ -100,6 +106,10 @@ LLAMA_1B = {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 8192, "vocab_size": 32_000,
 }  # fmt: skip
+SMOLLM2 = {
+    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "intermediate_size": 1536, "vocab_size": 49_152,
+}  # fmt: skip
 SHALLOW = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 SIZES = {
     "toy": Size(
@@ -107,10 +117,11 @@ SIZES = {
         {**SHALLOW, "image_size": 32},
         6, 5,
         {**SHALLOW, "num_key_value_heads": 1, "vocab_size": 50},
+        {**SHALLOW, "num_key_value_heads": 1, "vocab_size": 50},
         64, 8, ("lenet",), 1,
     ),
-    "quick": Size(8192, 256, 512, 1000, 64, VIT_B, 64, 128, LLAMA_1B, 50_000, 2048),
-    "full": Size(16_384, 256, 2048, 1000, 512, VIT_B, 256, 256, LLAMA_1B, 50_000, 8192),
+    "quick": Size(8192, 256, 512, 1000, 64, VIT_B, 64, 128, LLAMA_1B, SMOLLM2, 50_000, 2048),
+    "full": Size(16_384, 256, 2048, 1000, 512, VIT_B, 256, 256, LLAMA_1B, SMOLLM2, 50_000, 8192),
 }  # fmt: skip
 
 
@@ -409,6 +420,79 @@ def language(place: Place) -> list[Row]:
     ]
 
 
+class Logits(nn.Module):
+    """A language model's logits alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(N, T) to (N, T, words)."""
+        logits: Tensor = self.model(input_ids=ids).logits
+        return logits
+
+
+def tokens(place: Place) -> list[Row]:
+    """A language model whose every token is a label: an adapter's fit, forgetting, EKFAC, a store."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = Logits(LlamaForCausalLM(LlamaConfig(**place.size.small_language))).eval().requires_grad_(False)
+    last = model.model.model.layers[-1]
+    for block, names in ((last.self_attn, ("q_proj", "k_proj", "v_proj", "o_proj")),
+                         (last.mlp, ("gate_proj", "up_proj", "down_proj"))):  # fmt: skip
+        for name in names:
+            setattr(block, name, Adapter(getattr(block, name)))
+    model = model.to(place.device)
+    n, t = place.size.sequences, place.size.tokens
+    vocabulary = place.size.small_language["vocab_size"]
+    ids = torch.randint(vocabulary, (n, t + 1), generator=torch.Generator().manual_seed(1))
+    data, gone = (ids[:, :-1], ids[:, 1:]), list(range(max(1, n // 10)))
+    lin = linnet.linearize(model, params="lora")
+
+    def fit() -> Any:
+        return linnet.fit(lin, data, "cross-entropy", axis=-1, ridge=1.0, solver=CG(tolerance=1e-3))
+
+    seconds, peak, fitted = place.measured(fit)
+    changed, _, _ = place.measured(lambda: fitted.forget(gone))
+    params = [
+        name for name, _ in model.named_parameters() if re.search(r"down_proj\.(layer\.)?weight$", name)
+    ]
+    for name in params:
+        model.get_parameter(name).requires_grad_(True)
+    likelihood, passes = Categorical(axis=-1), Passes(block=8)
+
+    def plain() -> None:
+        for x, y in zip(*(part.split(8) for part in data), strict=True):
+            logits = model(x.to(place.device))
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(place.device))
+            torch.autograd.grad(loss, [model.get_parameter(name) for name in params])
+
+    def ekfac() -> Any:
+        return linnet.curvature(model, data, likelihood, "ekfac", "mc", params=params, passes=passes)
+
+    def stored() -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            store = linnet.audit.GradientStore(folder, directions, likelihood)
+            return store.add(list(zip(*(part.split(8) for part in data), strict=True)))
+
+    plain()
+    whole = place.measured(plain)[0]
+    curved, above, matrix = place.measured(ekfac)
+    directions = linnet.with_sketch(linnet.linearize(model, params=params), matrix, dim=256)
+    rows = place.measured(stored)[0]
+    size = sum(model.get_parameter(name).numel() for name in params)
+    what = f"P = {lin.space.dim:,}: fit of {n} sequences of {t} tokens, {vocabulary:,} words"
+    return [
+        Row(what, seconds, note=planned(peak, None)),
+        Row(f"forgetting {len(gone)} of them", changed, changed / seconds, note="of the fit's time"),
+        Row(f"EKFAC of {size / 1e6:.1f} million weights", curved, curved / whole,
+            note=f"plain passes; {planned(above, None)}"),
+        Row("their gradients in a store", rows, rows / whole, note="plain passes"),
+    ]  # fmt: skip
+
+
 def many(place: Place) -> list[Row]:
     """A sketched fit of many images that stay on the host."""
     torch.manual_seed(0)
@@ -456,6 +540,7 @@ PARTS: dict[str, Callable[[Place], list[Row]]] = {
     "curvature": curvature,
     "vision": vision,
     "language": language,
+    "tokens": tokens,
     "many": many,
 }
 SHARES = {
@@ -465,7 +550,8 @@ SHARES = {
     "types": 0.2,
     "curvature": 0.4,
     "vision": 0.4,
-    "language": 0.5,
+    "language": 0.4,
+    "tokens": 0.5,
     "many": 1.0,
 }
 

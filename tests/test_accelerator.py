@@ -21,7 +21,7 @@ def test_every_part_has_its_rows_on_the_page(tmp_path: Path) -> None:
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("torch has no devices made in Python yet")
     pytest.importorskip("transformers")
-    parts = ["rates", "kernel", "types", "curvature", "vision", "language", "many"]
+    parts = ["rates", "kernel", "types", "curvature", "vision", "language", "tokens", "many"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "benchmarks/accelerator.py", "--device", "pretend", "--out", str(tmp_path)]
     done = subprocess.run(
