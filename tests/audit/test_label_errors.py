@@ -248,6 +248,14 @@ def test_outputs_of_any_model_are_ranked_as_those_of_a_fit() -> None:
     assert found.self_influence is None
 
 
+def test_arrays_are_outputs_too() -> None:
+    outputs, labels = 4 * torch.randn(30, 3).double(), torch.arange(30) % 3
+    ours, theirs = mislabeled(outputs, labels), mislabeled(outputs.numpy(), labels.numpy())
+    assert torch.equal(ours.order, theirs.order)
+    told = linnet.audit.flips(outputs.numpy(), -outputs, torch.zeros(30, 1), labels)
+    assert told.accuracy_before == float((outputs.argmax(1) == labels).double().mean())
+
+
 def test_labels_that_are_alone_are_not_doubted_and_gaps_change_nothing() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()

@@ -18,6 +18,7 @@ FIT, BY_CG, OF_VALUES = P.fit(ridge=1.0), P.fit(ridge=1.0, solver="cg"), ONE.fit
 HELD = FIT.constrain(P.x_test[:1], P.f0_test[:1])
 ADAPTED = linnet.adapt(P.model, (P.x, P.y), ridge=0.3)
 SOFTMAX = linnet.fit(P.lin, (P.x, P.y), "cross-entropy")
+NAMED, RENAMED = (linnet.adapt(P.model, (P.x, [names[i] for i in P.y.tolist()])) for names in ("abc", "bcd"))
 X, NEW, LABELS, NAN = P.x, P.x_test, P.y[:5], float("nan")
 NOISY = nn.Sequential(nn.Dropout(), nn.Linear(3, 3)).double().train()
 
@@ -127,6 +128,9 @@ ROWS: list[Row] = [
     (InputError, "loss", lambda: audit.mislabeled(OF_VALUES, score="loss")),
     (InputError, "self-influence", lambda: audit.mislabeled(FIT.loo(), P.y, score="self-influence")),
     (InputError, "labels", lambda: audit.mislabeled(FIT, P.y)),
+    (InputError, "1e+100", lambda: audit.mislabeled(1e200 * torch.randn(len(P.y), 3).double(), P.y)),
+    (InputError, "the same classes", lambda: audit.flips(NAMED, RENAMED, NEW, ["b"] * 5)),
+    (InputError, "the same classes", lambda: audit.group_means(NAMED, X, [0, 1] * 4, RENAMED)),
     (InputError, "labels", lambda: audit.mislabeled(torch.zeros(3, 2), torch.zeros(2))),
     (InputError, "orthonormal", lambda: audit.sketch_error(FIT)),
     (InputError, "orthonormal", lambda: audit.sketch_error(drawn_directions())),

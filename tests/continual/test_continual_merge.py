@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.continual import EWC, NonOnlineLaplace, OnlineLaplace
 from linnet.continual.quadratic import MERGES, scaled, summed
+from linnet.errors import ModelError
 from linnet.likelihoods import Categorical
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal
@@ -280,3 +281,35 @@ def test_mixed_structures_and_merged_non_online(float64: torch.dtype) -> None:
     one, other = listed.penalty().item(), merged.penalty().item()
     assert one != other
     assert one == pytest.approx(other, rel=0.5)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "block", "full", "low-rank"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_bias_that_one_task_holds_still(structure: str, first: bool, float64: torch.dtype) -> None:
+    net = small_network()
+    method = OnlineLaplace(net, Categorical(), structure, prior_precision=0.5)
+    bias = next(p for name, p in net.named_parameters() if name.endswith("bias"))
+    for i in range(2):
+        bias.requires_grad_((i == 0) != first)
+        method.consolidate(small_task(i))
+        bias.requires_grad_(True)
+    precision = method.precision()
+    delta = moved_away(net)
+    want = gradient(net, method.penalty())
+    torch.testing.assert_close(precision.mv(delta), want, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(precision.inverse().mv(want), delta, rtol=1e-6, atol=1e-8)
+    columns = precision.dense()
+    torch.testing.assert_close(precision.logdet(), torch.linalg.slogdet(columns)[1], rtol=1e-9, atol=1e-9)
+
+
+def test_tasks_that_train_a_weight_and_then_its_bias_have_no_inverse() -> None:
+    net = small_network()
+    method = OnlineLaplace(net, Categorical(), "kfac")
+    weight = next(p for name, p in net.named_parameters() if name.endswith("weight"))
+    method.consolidate(small_task(0))
+    weight.requires_grad_(False)
+    method.consolidate(small_task(1))
+    weight.requires_grad_(True)
+    assert float(method.penalty().detach()) == 0.0
+    with pytest.raises(ModelError, match="stands in blocks of two forms"):
+        method.precision()

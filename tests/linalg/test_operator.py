@@ -37,7 +37,7 @@ def test_function_operators_conform(m: int, n: int, dtype: torch.dtype) -> None:
 def test_expressions_of_operators_conform(m: int, k: int, n: int) -> None:
     a, b, c = (torch.randn(*shape).double() for shape in ((m, k), (k, n), (m, n)))
     A, B, C = from_matrix(a), from_matrix(b), from_matrix(c)
-    check_operator(2.0 * (A @ B) - C, 2 * a @ b - c)
+    check_operator(2.0 * (A @ B) - C / 4, 2 * a @ b - c / 4)
     check_operator((A @ B + C).T @ C, (a @ b + c).T @ c)
     check_operator((C.T @ C).damped(0.5), c.T @ c + 0.5 * torch.eye(n).double())
 

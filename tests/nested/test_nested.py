@@ -634,6 +634,14 @@ def test_the_ridge_of_many_samples_is_found_from_that_of_some(
     assert torch.equal(one.right, there.right[order])
 
 
+def test_weights_far_from_one_are_refused() -> None:
+    x, y = torch.randn(24, 6).double(), torch.arange(24) % 2
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    for scale in (1e-8, 1e8):
+        with pytest.raises(InputError, match=r"sample_weight / sample_weight.mean\(\)"):
+            linnet.adapt(net, (x, y), sample_weight=torch.full((24,), scale))
+
+
 def test_many_classes_of_one_sample_each_take_the_ridge_of_highest_evidence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

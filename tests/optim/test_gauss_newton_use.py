@@ -56,6 +56,77 @@ def test_resumes_with_the_same_bits(structure: str) -> None:
     assert torch.equal(flat(net), flat(twin))
 
 
+class _Routed(nn.Module):
+    """Examples whose first input is positive go one way, the others another, into a head that starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways, self.head = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]), nn.Linear(4, 3)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3) to (N, 3)."""
+        way = x[:, :1] > 0
+        states = [one(x).tanh() for one in self.ways if bool((way == (one is self.ways[0])).any())]
+        own = states[0] if len(states) == 1 else torch.where(way, *states)
+        outputs: Tensor = self.head(own)
+        return outputs
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal"])
+def test_resumes_where_the_next_batch_shows_other_layers(structure: str) -> None:
+    torch.manual_seed(0)
+    net, (x, y) = _Routed(), (torch.randn(12, 3), torch.arange(12) % 3)
+    there, back = x.clone(), x.clone()
+    there[:, 0], back[:, 0] = x[:, 0].abs(), -x[:, 0].abs()
+    optimizer = classifier(net, structure=structure)
+    optimizer.step(there, y)
+    twin = copy.deepcopy(net)
+    other = classifier(twin, structure=structure)
+    other.load_state_dict(optimizer.state_dict())
+    for part in (there, there):
+        optimizer.step(part, y)
+        other.step(part, y)
+    assert torch.equal(flat(net), flat(twin))
+    third = copy.deepcopy(net)
+    late = classifier(third, structure=structure)
+    late.load_state_dict(optimizer.state_dict())
+    late.step(back, y)  # whose layers are not those of the state
+    assert bool(flat(third).isfinite().all())
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "kfra"])
+def test_layers_below_a_head_of_zeros_are_factored(structure: str) -> None:
+    net = mlp()
+    nn.init.zeros_(weight_of(net, "2"))
+    optimizer, (x, y) = classifier(net, structure=structure), classes()
+    optimizer.step(x, y)
+    assert {part.structure for part in optimizer._running.curvature().parts} == {structure}
+    before = float(nn.functional.cross_entropy(net(x), y).detach())
+    for _ in range(5):
+        optimizer.step(x, y)
+    assert float(nn.functional.cross_entropy(net(x), y).detach()) < before
+
+
+def test_parameters_unfrozen_later_are_not_trained_and_it_says_so() -> None:
+    net = mlp()
+    net.get_submodule("0").requires_grad_(False)
+    optimizer, (x, y) = classifier(net), classes()
+    optimizer.step(x, y)
+    net.get_submodule("0").requires_grad_(True)
+    with pytest.warns(UserWarning, match="was frozen when the optimizer was made"):
+        optimizer.step(x, y)
+
+
+def test_a_sum_of_losses_is_refused() -> None:
+    net, (x, y) = mlp(), classes()
+    optimizer = classifier(net)
+    loss = nn.functional.cross_entropy(net(x), y, reduction="sum")
+    loss.backward()
+    with pytest.raises(InputError, match=f"a sum over {len(y)} examples"):
+        optimizer.step(x, y, loss=loss)
+
+
 def test_groups_have_rates_and_decays_of_their_own() -> None:
     net = mlp()
     optimizer = classifier(net, damping=0.1, weight_decay=0.2)

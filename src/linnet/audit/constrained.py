@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit, class_labels, outputs_of
+from linnet.audit.predictors import check_fit, class_labels, outputs_of, require_same_classes
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions
 from linnet.fitting.linear_fit import LinearFit
@@ -277,6 +277,7 @@ def group_means(fit: Any, x: Inputs, groups: Any, before: Any = None) -> GroupMe
     n = batch_size(tensorize(x))
     if n == 0:
         raise InputError("x is empty", expected="at least two groups of two examples", remedy="pass examples")
+    require_same_classes((fit, before))
     labels = group_numbers(in_rows(x, groups, "groups"), n)
     names, number, counts = labels.cpu().unique(return_inverse=True, return_counts=True)
     after = _means(outputs_of(fit, x, "fit"), number, counts)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from linnet.params import choice, refuse, tensor
 from linnet.predictive.gaussian import SURE
 from linnet.predictive.noise import probabilities
 from linnet.shown import Record, frame
+from linnet.tangent.inputs import tensorize
 from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ EVEN = 0.5  # probability of being wrong from which a label is doubted; and η i
 # of freedom, exceeded in 5 % of cases where η = 0, the end of its range, is true (Self and Liang, JASA 1987)
 GAIN = 1.353
 ROUNDED = 20  # times the usual tolerance, for probabilities of two decimals or in half types
+LARGEST = 1e100  # of logits, whose squares are finite
 RARE = 1e-30  # no probability counts as less
 SCORES = ("auto", "margin", "residual", "self-influence")
 
@@ -221,8 +223,9 @@ def mislabeled(fit: Fitted | Tensor, labels: Tensor | None = None, *, score: str
         tensor([38])
     """
     choice("score", score, SCORES)
-    if isinstance(fit, Tensor):
-        outputs, labels = _checked(fit, labels)
+    if isinstance(fit, Tensor) or hasattr(fit, "__array__"):
+        known = labels if labels is None else tensorize(labels, "labels")
+        outputs, labels = _checked(cast(Tensor, tensorize(fit, "outputs")), cast(Tensor, known))
         loo = _both(outputs, torch.zeros_like(outputs))
         residual = torch.nn.functional.one_hot(labels, loo.shape[1]) - loo.softmax(1)
         return _judged(outputs, loo, labels, residual.norm(dim=1), None, score)
@@ -296,6 +299,10 @@ def _checked(outputs: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
     outputs = tensor("outputs", outputs, "held-out outputs (N, C)").detach().double()
     if not bool(outputs.isfinite().all()):
         refuse("outputs", outputs, "finite numbers", "look for divergence of the training")
+    if outputs.numel() and float(outputs.abs().max()) > LARGEST:
+        refuse(
+            "outputs", outputs, f"logits up to {LARGEST:g}", "divide them by their largest: the ranking stays"
+        )
     given = tensor("labels", labels, "classes (N,)", "pass those that go with the outputs").to(outputs.device)
     classes = given.long().clone()  # of our own
     if outputs.ndim != 2 or classes.shape != outputs.shape[:1] or not len(classes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit, SquaredFit
 from linnet.fitting.position_fit import PositionFit
+from linnet.params import shown
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split
 from linnet.tangent.inputs import known_answers, tensorize
 
@@ -57,8 +59,8 @@ def _refuse(fit: Any, expected: str, maker: str) -> NoReturn:
 @torch.no_grad()
 def outputs_of(predictor: Any, x: Inputs, name: str) -> Tensor:
     """Outputs of a predictor for some inputs, (N, C)."""
-    if isinstance(predictor, Tensor):
-        out = predictor
+    if isinstance(predictor, Tensor) or hasattr(predictor, "__array__"):
+        out = tensorize(predictor, name)
     elif hasattr(predictor, "predict"):
         out = predictor.predict(x)
     elif callable(predictor):
@@ -102,8 +104,21 @@ def _varies(module: nn.Module) -> bool:
     return module.training and isinstance(module, kinds)
 
 
+def require_same_classes(predictors: Sequence[Any]) -> None:
+    """Raise if predictors name their outputs differently; one without names has them as the others."""
+    named = [tuple(names) for one in predictors if (names := getattr(one, "class_names", None))]
+    other = next((names for names in named if names != named[0]), None)
+    if other is not None:
+        raise InputError(
+            f"the outputs of one predictor are {shown(named[0])}, those of the other {shown(other)}",
+            expected="the same classes in the same order",
+            remedy="fit both to labels of the same classes, or pass outputs (N, C) of each, arranged alike",
+        )
+
+
 def class_labels(y: Any, n: int, classes: int, *predictors: Any) -> Tensor:
     """Integer classes (N,), text by the names of the predictors' classes."""
+    require_same_classes(predictors)
     names = next(filter(None, (getattr(one, "class_names", None) for one in predictors)), ())
     labels = known_answers(y, names).detach()
     kind = labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()

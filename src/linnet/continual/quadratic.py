@@ -13,11 +13,13 @@ whose δ is what is trained.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -280,17 +282,21 @@ class PenaltyBlock:
         return Part(self.layer, self.terms[0], self.structure).joined
 
     def accepts(self, other: PenaltyBlock) -> bool:
-        """Whether another task's block describes the same parameters in the same form."""
+        """Whether another task's block describes the same parameters, or some of them, in the same form."""
         if self.structure != other.structure or self._joined != other._joined:
             return False
         if self.structure in WHOLE:
             return True
-        return self.layer.names == other.layer.names and self.layer.transposed == other.layer.transposed
+        fewer, more = sorted((self.layer.names, other.layer.names), key=len)
+        # of a product the weight must be in both: a bias alone has no factor
+        nested = set(fewer) <= set(more) and (fewer[0] == more[0] or not self._joined)
+        return nested and self.layer.transposed == other.layer.transposed
 
     def plus(self, other: PenaltyBlock, merge: str) -> PenaltyBlock:
         """The sum with another task's block."""
         shapes = _united(self.layer.shapes_by_name, other.layer.shapes_by_name)
-        layer = replace(other.layer, shapes_by_name=shapes)
+        larger = max(other.layer, self.layer, key=lambda layer: len(layer.names))
+        layer = replace(larger, shapes_by_name=shapes)
         terms = [_spread(term, self.layer, layer) for term in self.terms]
         fresh = [_spread(term, other.layer, layer) for term in other.terms]
         examples = self.examples + other.examples
@@ -369,11 +375,12 @@ class PenaltyPrecision:
             if not shapes:
                 continue
             reached = _united(reached, shapes)
-            place = next((i for i, old in enumerate(known) if old.accepts(block)), None)
-            if place is None:
-                known.append(block)
-            else:
-                known[place] = known[place].plus(block, merge)
+            same = [i for i, old in enumerate(known) if old.accepts(block)]
+            for i in same:
+                block = known[i].plus(block, merge)
+            for i in reversed(same):
+                del known[i]
+            known.insert(same[0] if same else len(known), block)
         return PenaltyPrecision(tuple(known), self.prior, reached)
 
     @property
@@ -416,6 +423,14 @@ class PenaltyPrecision:
 
     def parts(self) -> tuple[Part, ...]:
         """Λ with its prior, as one structured block a layer."""
+        counts = Counter(name for block in self.blocks for name in block.layer.names)
+        twice = next((name for name, count in counts.items() if count > 1), None)
+        if twice is not None:
+            raise ModelError(
+                f"{twice} stands in blocks of two forms: the tasks trained other parts of its layer",
+                expected="the same parameters in all tasks, for blocks with inverses in closed form",
+                remedy='use structure="full" or "diagonal"',
+            )
         several = next((block.layer.name for block in self.blocks if len(block.terms) > 1), None)
         if several is not None:
             raise ModelError(
@@ -446,6 +461,28 @@ def _united(first: Shapes, second: Shapes) -> dict[str, tuple[int, ...]]:
     return {**first, **second}
 
 
+def _with_bias(operator: Kronecker | KroneckerEigen, transposed: bool) -> Kronecker | KroneckerEigen:
+    """The block of a weight as that of weight and bias, with zeros for the bias."""
+    if isinstance(operator, Kronecker):
+        left, right = operator.left, operator.right
+        sides = (_wider(left, 0.0), right) if transposed else (left, _wider(right, 0.0))
+        return Kronecker(*sides, name=operator.name)
+    own, other = operator.left_vectors, operator.right_vectors
+    if transposed:
+        own = own if own is None else _wider(own, 1.0)
+    else:
+        other = other if other is None else _wider(other, 1.0)
+    values = F.pad(operator.values, (0, 0, 0, 1) if transposed else (0, 1))
+    return KroneckerEigen(own, other, values, name=operator.name)
+
+
+def _wider(matrix: Tensor, corner: float) -> Tensor:
+    """A matrix, or each of a batch, with one more row and column of zeros and their common entry."""
+    made = F.pad(matrix, (0, 1, 0, 1))
+    made[..., -1, -1] = corner
+    return made
+
+
 def _spread(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredOperator:
     """A block of some parameters as one of more, with zeros for the others."""
     if old.shapes_by_name == new.shapes_by_name:
@@ -458,6 +495,12 @@ def _spread(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredO
         matrix = operator.matrix.new_zeros(new.size, new.size)
         matrix[index[:, None], index] = operator.matrix
         return Dense(matrix, name=operator.name)
+    if isinstance(operator, Diagonal):
+        values = operator.values.new_zeros(new.size)
+        values[index] = operator.values
+        return Diagonal(values, name=operator.name)
+    if isinstance(operator, Kronecker | KroneckerEigen):
+        return _with_bias(operator, new.transposed)
     if isinstance(operator, LowRankMatrix) and operator.rest == 0 and operator.scale is None:
         basis = operator.basis.new_zeros(new.size, operator.values.numel())
         basis[index] = operator.basis

@@ -34,7 +34,7 @@ from linnet.curvatures.kfac import (
     shared_eigenvalue_sums,
 )
 from linnet.curvatures.kfra import RecursionSums, counted
-from linnet.curvatures.layers import Layer, Part, find_layers
+from linnet.curvatures.layers import UNSEEN, Layer, Part, find_layers
 from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums, total_bytes
@@ -52,6 +52,7 @@ from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
 from linnet.unfinished import Checkpoint, checkpoint
 
+MORE = 64  # examples on which layers are looked for that none of a few has used
 NARROW = 1024  # rows of a Kronecker factor that memory never makes a diagonal of: the matrix has 4 MB
 
 
@@ -187,15 +188,24 @@ def _recursion(function: Functional, batches: Batches, request: Request, first: 
     return Curvature(tuple(sums.parts()), function, made)
 
 
-def _looked_at(batch: Batch) -> Inputs:
+def _looked_at(batch: Batch, most: int = PROBES) -> Inputs:
     """A few examples, from all over a batch: those of sorted data may take different ways each."""
-    return take(batch.x, torch.linspace(0, batch.size - 1, min(PROBES, batch.size)).long())
+    return take(batch.x, torch.linspace(0, batch.size - 1, min(most, batch.size)).long())
 
 
 def layers_of(function: Functional, batch: Batch, run: Trace | None = None) -> tuple[Layer, ...]:
     """The layers of a network, found on a few examples."""
     few = _looked_at(batch)
-    captured = planned(function, few, run or trace(function, few))
+    layers = _found(function, few, run or trace(function, few))
+    if batch.size > PROBES and any(layer.why == UNSEEN for layer in layers):  # others may take that way
+        more = _looked_at(batch, MORE)
+        layers = _found(function, more, trace(function, more))
+    return layers
+
+
+def _found(function: Functional, x: Inputs, run: Trace) -> tuple[Layer, ...]:
+    """The layers of a pass."""
+    captured = planned(function, x, run)
     plans = function.cache.plans.values()
     reasons = {name: why for plan in plans for name, why in plan.exact.items()}
     return find_layers(captured, function.names, reasons)

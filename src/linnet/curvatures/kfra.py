@@ -20,7 +20,7 @@ from torch import Tensor
 from linnet.curvatures.accumulate import require_finite_pass
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.expectation import Expectation, batch_generator
-from linnet.curvatures.layers import Layer, Part, find_layers
+from linnet.curvatures.layers import UNSEEN, Layer, Part, find_layers
 from linnet.curvatures.moments import input_moment
 from linnet.curvatures.stream import Batch
 from linnet.curvatures.sums import second_moment
@@ -152,8 +152,8 @@ def _outer_curvature(likelihood: Likelihood, f: Tensor, y: Tensor | None, slopes
 def _chain(captured: Captured, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     """The layers in the order of their use, if all are plain linear layers."""
     for layer in layers:
-        if layer.why == "no gradient seen":
-            raise _not_a_chain(layer, "no example has a gradient there, its units are dead")
+        if layer.why == UNSEEN:
+            raise _not_a_chain(layer, "no example has a gradient there, as where units are dead")
         if not layer.factored or layer.why != "linear":
             raise _not_a_chain(layer, f"it is used by {layer.why}")
         if layer.form.uses > 1 or layer.form.positions > 1:

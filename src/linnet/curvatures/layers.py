@@ -26,6 +26,7 @@ from linnet.tangent.rules import Captured, Use, UseFactors, factors
 from linnet.tree import node
 
 _Side = TypeVar("_Side")
+UNSEEN = "no gradient seen"  # why a layer has no rule
 PRODUCTS = ("linear", "conv", "conv-transposed")
 
 
@@ -185,7 +186,7 @@ def _layer(
         why = next((reasons[member] for member in names if member in reasons), "no rule")
         return Layer(name, shapes, why=why)
     if not own:
-        return Layer(name, shapes, why="no gradient seen")
+        return Layer(name, shapes, why=UNSEEN)
     kinds = sorted({use.kind for use in own})
     count, looked_up = len(own), kinds == ["embedding"] and len(names) == 1
     if not all(use.direct for use in own):

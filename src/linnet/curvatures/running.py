@@ -12,6 +12,7 @@ is carried over: the new eigenvalues are the old matrix' diagonal in the new bas
 from __future__ import annotations
 
 import copy
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,7 +52,7 @@ from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.inputs import taken
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tree import tensors_in
+from linnet.tree import from_plain, tensors_in, to_plain
 
 RENEWAL = 10  # batches between two bases of EKFAC
 LOOKED_AT = 32  # examples on which a network is proved to be a chain
@@ -199,7 +200,8 @@ class RunningAverage(Shown, ABC):
         Returns:
             Tensors by name.
         """
-        tensors = {"examples": self.examples, "batches": torch.tensor(self.batches), **self._tensors()}
+        counts = {"examples": self.examples, "batches": torch.tensor(self.batches)}
+        tensors = {**counts, **self._layers(), **self._tensors()}
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     @in_exact_mode
@@ -218,10 +220,14 @@ class RunningAverage(Shown, ABC):
         begun = integer("state['batches']", state.get("batches", 1), 0) > 0
         self._restart(state, self._batch(x) if begun else None)
         own = self._tensors()
-        _match({"examples", "batches", *own}, set(state))
+        _match({"examples", "batches", *self._layers(), *own}, set(state))
         _fill(own, state)
         self.examples.fill_(number("state['examples']", state["examples"], least=0))
         self.batches = integer("state['batches']", state["batches"], 0)
+
+    def _layers(self) -> dict[str, Tensor]:
+        """The layers that were found, by name, as bytes; those of another batch could differ."""
+        return {}
 
     def _tensors(self) -> dict[str, Tensor]:
         """The tensors of all statistics, by name."""
@@ -331,15 +337,20 @@ class RunningCurvature(RunningAverage):
             self.function.check_runs(take(batch.x, slice(0, 1)))
             self._kinds.add(kind)
 
-    def _prepare(self, batch: Batch) -> None:
-        """Find the layers, on the first batch."""
+    def _layers(self) -> dict[str, Tensor]:
+        """The layers as bytes of JSON."""
+        layers = json.dumps(to_plain([layer for layer, _, _ in self._assigned])).encode()
+        return {"layers": torch.tensor(list(layers), dtype=torch.uint8)} if self._assigned else {}
+
+    def _prepare(self, batch: Batch, known: Tensor | None = None) -> None:
+        """Take the layers from a state, or find them on the first batch."""
         if self._first:
             return
         self.function.check_runs(take(batch.x, slice(0, 1)))
         if self.structure == "full":
             self._assigned = [(everything(self.function), "full", "")]
         else:
-            layers = layers_of(self.function, batch)
+            layers = layers_of(self.function, batch) if known is None else self._saved_layers(known)
             chosen = by_layer(self.structure, layers)
             self._assigned = [(layer, *treatment(layer, chosen[layer.name])) for layer in layers]
         function = self.function
@@ -347,6 +358,17 @@ class RunningCurvature(RunningAverage):
             make_sums(layer, how, self.sharing, function.dtype, function.device)
             for layer, how, _ in self._assigned
         ]
+
+    def _saved_layers(self, known: Tensor) -> list[Layer]:
+        """The layers of a state, which must be of this network."""
+        try:
+            layers: list[Layer] = from_plain(json.loads(bytes(known.tolist())))
+        except ValueError as error:
+            raise _other_state("holds no layers") from error
+        shapes = {name: tuple(shape) for layer in layers for name, shape in layer.shapes_by_name.items()}
+        if shapes != {name: tuple(shape) for name, shape in self.function.space.shapes.items()}:
+            raise _other_state("has layers of other parameters")
+        return layers
 
     def _add(self, batch: Batch, sums: Sequence[Sums], processes: int, seen: ChainPass | None) -> float:
         """Fade sums and add a batch to them; the number of examples, those of all processes."""
@@ -390,9 +412,9 @@ class RunningCurvature(RunningAverage):
 
     def _restart(self, state: Mapping[str, Tensor], first: Batch | None) -> None:
         """Make the statistics that a state was saved of; a basis is made of its factors."""
-        self._first, self._second, self._basis = [], {}, {}
+        self._assigned, self._first, self._second, self._basis = [], [], {}, {}
         if first is not None:
-            self._prepare(first)
+            self._prepare(first, state.get("layers"))
             corrected = {i: s for i, s in enumerate(self._first) if self._assigned[i][1] == "ekfac"}
             factors = {f"basis/{i}/{name}": t for i, s in corrected.items() for name, t in s.tensors.items()}
             _fill(factors, state)
@@ -494,11 +516,16 @@ def _match(wanted: set[str], found: set[str]) -> None:
     if wanted != found:
         missing, extra = sorted(wanted - found), sorted(found - wanted)
         what = f"lacks {missing[0]!r}" if missing else f"holds {extra[0]!r}"
-        raise InputError(
-            f"state {what}",
-            expected="averages of the same network with the same structure",
-            remedy="build the RunningCurvature with the arguments that the saved one had",
-        )
+        raise _other_state(what)
+
+
+def _other_state(what: str) -> InputError:
+    """The state is of averages that these cannot go on from."""
+    return InputError(
+        f"state {what}",
+        expected="averages of the same network with the same structure",
+        remedy="make the network, and what averages its curvature, with the arguments of those saved",
+    )
 
 
 def _snapshot(statistic: Sums, empty: bool = False) -> Sums:

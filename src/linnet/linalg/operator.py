@@ -241,6 +241,12 @@ class LinearOperator(Shown):
         """A number times A."""
         return self * scalar
 
+    def __truediv__(self, scalar: float) -> LinearOperator:
+        """A by a number."""
+        if not require_scalar(scalar):
+            raise InputError("division of an operator by 0", "a number other than 0", "pass such as len(x)")
+        return self * (1 / float(scalar))
+
     def damped(self, tau: float) -> LinearOperator:
         """A + τ I, for a square operator.
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linnet import params as check
 from linnet.distributed import require_same_arguments, sharing
@@ -30,6 +30,7 @@ from linnet.tangent.independence import require_independence
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 
+FAR_WEIGHTS = 1e4  # and one by it: means of weights up to which a search of ridges gives the same fit
 # random heads: the kernel's cost grows with them, its noise falls; 4 were enough in experiments/adapt
 HEADS = 4
 
@@ -158,6 +159,17 @@ def adapt(
         return tuned(fit, seed, log) if tunes else fit
 
 
+def _require_about_one(weights: Tensor | None) -> None:
+    """Raise if weights of samples are far from 1, around which ridges are searched."""
+    mean = 1.0 if weights is None else float(weights.double().mean())
+    if not 1 / FAR_WEIGHTS <= mean <= FAR_WEIGHTS:
+        raise InputError(
+            f"sample_weight has the mean {mean:.3g}",
+            "weights of about 1: a sample of weight 2 counts as two",
+            "pass sample_weight / sample_weight.mean()",
+        )
+
+
 def requested(
     weight: float | None, earlier: float | None, ridge: float | str | None, tunes: bool = False
 ) -> Shares:
@@ -231,6 +243,7 @@ def _adapted(
     features = RandomHeads(model, HEADS, seed, names)
     require_chosen(features, params, given)
     targets = weighed_targets(task_targets(y, features.function.dtype), data.weights)
+    _require_about_one(targets.weights)
     headless = isinstance(model, Appended) and model.width is not None
     outputs = None if headless else last_linear(model)[1].out_features
     said = (*(() if data.classes else doubts(y, targets, outputs)), *data_remarks(x, targets))

@@ -100,7 +100,8 @@ class GaussNewton(torch.optim.Optimizer):
     over the processes, and each inverts some of the layers and applies them for all.
 
     A step that leads to a loss that is not finite, or absurdly high, is taken back with its buffers, τ and ζ
-    are quadrupled, and training goes on; the report says so. Parameters frozen on the way stay as they are.
+    are quadrupled, and training goes on; the report says so. Parameters frozen on the way stay as they are;
+    those that were frozen when the optimizer was made are not trained.
 
     Args:
         model: The network to train, in place.
@@ -328,6 +329,8 @@ class GaussNewton(torch.optim.Optimizer):
     def _batch(self, x: Inputs, y: Tensor | None) -> list[Pair]:
         """The examples of the step, in the parts in which they are differentiated."""
         self._network.check_parameters(self._raw)
+        if self.settings.params is None:
+            self._network.tell_unfrozen(self._raw)
         return in_parts(with_pending(self._pending, x, y), self.settings.examples)
 
     def _measure(self, parts: list[Pair], closure: Closure | None, loss: Any) -> Measured:

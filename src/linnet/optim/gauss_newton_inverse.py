@@ -141,14 +141,17 @@ def _inverted(block: StructuredOperator, shift: float) -> Block:
 
 def _factors_inverted(block: Kronecker, shift: float) -> Factors:
     """(L + s_L I)⁻¹ ⊗ (R + s_R I)⁻¹; what is added depends on the factors' mean eigenvalues alone."""
-    means = [factor.diagonal().double().mean().view(1, 1) for factor in (block.left, block.right)]
+    means = [
+        factor.diagonal().double().mean().clamp(min=0).view(1, 1) for factor in (block.left, block.right)
+    ]
+    vanishes = not all(means)  # one factor is zero where no example has a gradient, whatever the other is
     damped = factored_damping(Kronecker(means[0], means[1]), shift)
     inverses = []
     for factor, mean, more, side in zip(
         (block.left, block.right), means, (damped.left, damped.right), ("left", "right"), strict=True
     ):
-        shifted = factor.clone()
-        shifted.diagonal().add_(float(more - mean.clamp(min=0)))
+        shifted = torch.zeros_like(factor) if vanishes else factor.clone()
+        shifted.diagonal().add_(float(more if vanishes else more - mean))
         lower = cholesky(shifted, f"damped {side} factor of {block.name}")
         inverses.append(torch.cholesky_inverse(lower))
     return Factors(inverses[0], inverses[1], f"inverse of {block.name}")

@@ -31,7 +31,7 @@ from linnet.errors import InputError, LinnetError, ModelError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.number_types import wide_type
 from linnet.optim.gauss_newton_settings import Settings, check_gradients, check_loss
-from linnet.params import call, choice
+from linnet.params import call, choice, warn
 from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, on_device, split, take
 from linnet.tangent.functional import (
     Functional,
@@ -91,6 +91,17 @@ class Network:
                     expected="the network unchanged since the optimizer was created",
                     remedy="make a new optimizer where layers were replaced, or load weights into them",
                 )
+
+    def tell_unfrozen(self, network: nn.Module) -> None:
+        """Warn of parameters that were frozen when the optimizer was made, and are no longer."""
+        trained = {id(p) for p in self.parameters.values()}
+        for name, p in network.named_parameters():
+            if p.requires_grad and id(p) not in trained:
+                warn(
+                    f"parameter {name!r} was frozen when the optimizer was made, and is not trained: make a "
+                    "new optimizer, or name with params= what each of several trains"
+                )
+                return
 
     def losses(self, x: Inputs, y: Tensor) -> Tensor:
         """ℓ of every example, (N,); NaN where the outputs are not finite."""
@@ -316,19 +327,20 @@ APART = 1e-2  # of two losses or counts that are taken for the same
 
 
 def require_mean(network: Network, parts: Sequence[Pair], loss: float) -> None:
-    """Raise if the user's loss is a mean over labels, where the curvature is one over examples."""
+    """Raise if the user's loss is a sum, or a mean over labels, where curvatures are means over examples."""
     n = sum(batch_size(x) for x, _ in parts)
     masks = [(y, network.likelihood.mask(y)) for _, y in parts]
     counted = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks)
-    if network.shared or not counted or abs(counted / n - 1) < APART:
+    if network.shared or not counted:
         return
     own = network.loss(parts)
-    if abs(loss * counted / n - own) <= APART * abs(own):
-        raise InputError(
-            f"the loss is a mean over {counted} labels",
-            expected=f"a mean over the {n} examples, of which each is a sum over its labels",
-            remedy="divide the sum of all losses by the number of examples, reduction='sum' and / len(y)",
-        )
+    for times, what in ((n, f"a sum over {n} examples"), (n / counted, f"a mean over {counted} labels")):
+        if abs(times - 1) >= APART and abs(loss - times * own) <= APART * abs(times * own):
+            raise InputError(
+                f"the loss is {what}",
+                expected=f"a mean over the {n} examples, of which each is a sum over its labels",
+                remedy="divide the sum of all losses by the number of examples, reduction='sum' and / len(y)",
+            )
 
 
 EXPECTATION = "mc"  # of the factored structures: one backward pass a batch, however many outputs there are

@@ -2,8 +2,9 @@
 
 The layout of every use is found from the gradients of single examples, and the gradients that the
 rules give are compared with autograd's. What does not agree is differentiated example by example. A
-use whose gradient vanished on all probes (a dead unit, a zero head) proves nothing: it stays
-*unproven*, and the plan is made again when its gradient is first seen.
+use whose gradient vanishes on all probes (a dead unit, below a zero head) is looked at again at weights that
+are drawn. Where it vanishes there too it proves nothing: it stays *unproven*, and the plan is made
+again when its gradient is first seen.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from linnet.tangent.independence import (
     settle_unused,
 )
 from linnet.tangent.rules import Captured, Layout, Use, example_axes, find_layout
-from linnet.tangent.trace import Trace, weighed_trace
+from linnet.tangent.trace import Trace, trace, weighed_trace
 
 PROBES = 3  # examples traced at once to prove a plan
 HIDDEN = "it is read where no operation is seen"
 APART = "it meets a constant that is not known to belong to the examples, as x.new_zeros(len(x), ...) is"
+DRAWS = 4  # weights drawn where a gradient vanishes on all probes
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
 Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the same sources came before
@@ -141,6 +143,10 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         _prove(found, function, probe, gradients, few if group is groups[0] else None)
         if all(key in found.layouts for key, _ in found.open_uses(probe)):
             break
+    for seed in range(DRAWS):
+        if all(key in found.layouts for key, _ in found.open_uses(probe)):
+            break
+        _prove_elsewhere(found, function, take(x, groups[0]), probe, seed)
     open_uses = found.open_uses(probe)
     unproven = frozenset(key for key, _ in open_uses if key not in found.layouts)
     if tries is None:  # some gradient does not vanish in this batch, yet no example shows where it is
@@ -149,6 +155,30 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         unproven = frozenset()
     size = _bytes([use for _, use in open_uses], probe.saved_bytes or 0)
     return DerivativePlan(found.layouts, found.exact, found.unused, unproven, size)
+
+
+def _prove_elsewhere(found: _Draft, function: Functional, few: Inputs, probe: Trace, seed: int) -> None:
+    """Take the layouts of uses without a gradient from weights that are drawn, where the rules hold there."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(t: Tensor) -> Tensor:
+        noise = torch.randn(t.shape, generator=generator).to(t)
+        size = float(t.square().mean().sqrt()) or 1 / max(t.shape[-1] if t.ndim else 1, 1) ** 0.5
+        return t + size * noise
+
+    try:
+        other = trace(function, few, {name: drawn(t) for name, t in function.theta.items()})
+    except (RuntimeError, ValueError, IndexError, ArithmeticError):  # weights that the network cannot have
+        return
+    if other.signature != probe.signature or not bool(other.outputs.isfinite().all()):
+        return
+    draft = _Draft(dict(found.exact), unused=found.unused)
+    gradients = _gradients_alone(draft, other)
+    _find_layouts(draft, other, gradients)
+    _prove(draft, function, other, gradients, None)
+    for key, use in found.open_uses(probe):
+        if key in draft.layouts and not set(use.sources) & set(draft.exact):
+            found.layouts.setdefault(key, draft.layouts[key])
 
 
 def _looked_at(run: Trace, group: Sequence[int]) -> bool:

@@ -57,9 +57,10 @@ class Trace:
 
 
 @in_exact_mode
-def trace(function: Functional, x: Inputs) -> Trace:
-    """Run the network once on ``x`` and note every use of its tracked parameters."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in function.theta.items()}
+def trace(function: Functional, x: Inputs, theta: Params | None = None) -> Trace:
+    """Run the network once on ``x``, at θ₀ or other weights, and note every use of its tracked parameters."""
+    given = function.theta if theta is None else theta
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.items()}
     for name, leaf in leaves.items():
         leaf._linnet_from = (name,)  # type: ignore[attr-defined]
         leaf._linnet_leaf = True  # type: ignore[attr-defined]
