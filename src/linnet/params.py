@@ -86,12 +86,20 @@ def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> N
     )
 
 
+ELSEWHERE = {  # what other libraries call a choice
+    "kron": "kfac", "kronecker": "kfac", "diag": "diagonal", "lowrank": "low-rank", "last_layer": "last-layer",
+    "marglik": "evidence", "gridsearch": "grid",
+}  # fmt: skip
+
+
 def choice(name: str, value: Any, allowed: Collection[str], remedy: str | None = None) -> str:
     """One of several words."""
     if isinstance(value, str) and value in allowed:
         return value
     words = ", ".join(f'"{one}"' for one in allowed)
-    if remedy is None and isinstance(value, str):
+    if isinstance(value, str) and ELSEWHERE.get(value) in allowed:
+        remedy = f'pass {name}="{ELSEWHERE[value]}"'
+    elif remedy is None and isinstance(value, str):
         close = difflib.get_close_matches(value, allowed, 1)
         remedy = f'did you mean {name}="{close[0]}"?' if close else None
     refuse(name, value, f"one of {words}", remedy)

@@ -10,6 +10,7 @@ again when its gradient is first seen.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linnet.errors import LinnetError
 from linnet.linalg.factorize import read
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.forward_mode import Params, hand_over, largest, largest_difference, sketch
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import FAILURES, Functional
 from linnet.tangent.gradients import batched_grad, sharing_uses
 from linnet.tangent.independence import (
     KnownOutputs,
@@ -166,10 +168,12 @@ def _prove_elsewhere(found: _Draft, function: Functional, few: Inputs, probe: Tr
         size = float(t.square().mean().sqrt()) or 1 / max(t.shape[-1] if t.ndim else 1, 1) ** 0.5
         return t + size * noise
 
-    try:
-        other = trace(function, few, {name: drawn(t) for name, t in function.theta.items()})
-    except (RuntimeError, ValueError, IndexError, ArithmeticError):  # weights that the network cannot have
-        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            other = trace(function, few, {name: drawn(t) for name, t in function.theta.items()})
+        except (LinnetError, *FAILURES):  # weights that the network cannot have
+            return
     if other.signature != probe.signature or not bool(other.outputs.isfinite().all()):
         return
     draft = _Draft(dict(found.exact), unused=found.unused)
