@@ -129,6 +129,7 @@ def predict_command(
             there are any.
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
+            Without them probabilities are others: of the outputs alone.
         coverage: Write beside each prediction a set of classes, or the ends of an interval, that holds the
             answer so often, such as 0.9: by the fits without each training sample.
         overwrite: Whether to replace a file that exists, where one is named by out.

@@ -144,7 +144,7 @@ def predict(
     if temperatures is not None:
         moderated, point, share = temperatures
         known = None if variance is None else share * variance.double()
-        probs = probabilities(mean.double(), known, point if known is None else moderated)
+        probs = probabilities(mean.double(), known, point if known is None else moderated, fit._possible)
         spread = None if variance is None else _numpy(variance.sqrt())
         return Predictions(_numpy(mean), spread, _numpy(probs), note)
     if variance is not None:

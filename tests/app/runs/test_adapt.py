@@ -24,7 +24,8 @@ from linnet.app.data.task import InMemory
 from linnet.app.models import load_model
 from linnet.app.runs import adaptation
 from linnet.app.runs.adaptation import ending, trained_on
-from linnet.app.runs.folder import load_run, load_test
+from linnet.app.runs.folder import load_run
+from linnet.app.runs.held_out import load_test
 from linnet.errors import ModelError
 from linnet.files import load
 from linnet.fitting.descent import Descent

@@ -14,7 +14,9 @@ from torch import nn
 
 from linnet.app import cli
 from linnet.app.runs import exporting
-from linnet.app.runs.folder import SavedRun, load_run, load_test
+from linnet.app.runs.changes import forget
+from linnet.app.runs.folder import SavedRun, load_run
+from linnet.app.runs.held_out import load_test
 from linnet.errors import DependencyError, InputError, ModelError
 from linnet.tangent.graph import Prototype
 from tests.app.runs.small_tasks import linnet
@@ -74,6 +76,18 @@ def test_a_run_of_pictures_as_a_file(
     assert run.temperatures is not None
     expected = (run.fit.predict(inputs) / run.temperatures[1]).softmax(1)
     torch.testing.assert_close(torch.from_numpy(found["probabilities"]), expected)
+
+
+@pytest.mark.long
+def test_a_class_of_which_no_sample_is_left_has_no_probability(workshop: Path, tmp_path: Path) -> None:
+    run = load_run(workshop / "pictures")
+    assert run.samples.labels is not None
+    less = forget(run, [run.samples.ids[at] for at in np.flatnonzero(run.samples.labels == 2)]).after
+    exporting.write_export(less, tmp_path / "model.pt2", variance=False)
+    x = raw(run)[0]
+    found = answers(tmp_path / "model.pt2", x)["probabilities"]
+    assert not found[:, 2].any()
+    np.testing.assert_allclose(found, less.predict(x, std=False).probs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long

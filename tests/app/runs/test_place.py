@@ -93,11 +93,17 @@ def test_samples_that_the_run_knows(
     assert "3 samples have another answer than equal training" in result(tmp_path / "other")["findings"][1]
 
 
-def test_probabilities_without_variance_have_their_own_temperature(workshop: Path, tmp_path: Path) -> None:
+def test_probabilities_without_variance_have_their_own_temperature(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = load_run(workshop / "pictures")
     data, table = workshop / "pictures.npz", tmp_path / "p.csv"
     words = ["predict", "--run", str(workshop / "pictures"), "--data", str(data), "--out", str(table)]
     assert cli.main([*words, "--std", "false"]) == 0
+    assert "the probabilities are of the outputs alone" in capsys.readouterr().out
+    assert cli.main([*words, "--overwrite"]) == 0
+    assert "outputs alone" not in capsys.readouterr().out
+    assert cli.main([*words, "--std", "false", "--overwrite"]) == 0
     assert run.temperatures is not None
     with np.load(data) as arrays:
         means = run.fit.predict(run.inputs(arrays["x_test"][..., None]))
@@ -116,6 +122,7 @@ def test_predictions_without_variances_that_cannot_be_solved_for(
     table = tmp_path / "p.csv"
     words = ["--run", str(workshop / "pictures"), "--data", str(workshop / "pictures.npz")]
     assert cli.main(["predict", *words, "--out", str(table)]) == 0
-    assert "a solve ended early; --std false" in capsys.readouterr().out
+    assert "a solve ended early; --std false" in (told := capsys.readouterr().out)
+    assert "the probabilities are of the outputs alone" in told
     assert all(row["std"] == "" for row in csv.DictReader(table.read_text().splitlines()))
     assert cli.main(["predict", *words, "--out", str(tmp_path / "no" / "p.csv")]) == 2

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from linnet.app import cli
-from linnet.app.runs.folder import load_run, load_test
+from linnet.app.runs.folder import load_run
+from linnet.app.runs.held_out import load_test
 from tests.app.runs.small_tasks import linnet, pictures, result, rows, write_folder, write_table
 
 NAMES = ["across", "along", "slanted"]
@@ -204,6 +205,23 @@ def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "a solution of the remaining equations from scratch" in page
     assert "never saw" not in page
     assert "fitting anew" not in page
+
+
+def test_a_class_of_which_no_sample_is_left_has_no_probability(workshop: Path, tmp_path: Path) -> None:
+    run = load_run(workshop / "pictures")
+    assert run.samples.labels is not None
+    slanted = [name for name, label in zip(run.samples.ids, run.samples.labels, strict=True) if label == 2]
+    words = ["forget", "--run", workshop / "pictures", "--ids", ",".join(slanted)]
+    linnet(*words, "--out", tmp_path / "less")
+    less, task = load_run(tmp_path / "less"), load_test(run)[0]
+    assert task is not None
+    for std in (True, False):
+        probs = less.predict(task.test.x, std).probs
+        assert probs is not None
+        assert not probs[:, 2].any()
+        assert np.allclose(probs.sum(1), 1)
+    expected = less.fit.predictive(less.inputs(task.test.x)).probs
+    assert np.allclose(less.predict(task.test.x).probs, expected, atol=1e-5)
 
 
 def test_update_leaves_out_what_was_forgotten(
@@ -447,6 +465,31 @@ def test_what_is_refused(
     assert what in lines[0]
     assert 2 <= len(lines) <= 3
     assert set(tmp_path.iterdir()) == before
+
+
+def test_rows_of_another_width_have_no_pixels(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
+    np.savez(tmp_path / "rows.npz", x_train=x, y_train=y, x_test=x + 1, y_test=y)
+    np.savez(tmp_path / "narrow.npz", x=x[:, :2])
+    model = ["--model", f"{workshop / 'nets.py'}:mlp", "--tune", "false"]
+    linnet("adapt", "--data", tmp_path / "rows.npz", *model, "--out", tmp_path / "run")
+    capsys.readouterr()
+    linnet("predict", "--run", tmp_path / "run", "--data", tmp_path / "narrow.npz", code=2)
+    told = capsys.readouterr().err
+    assert "inputs of shape (2,)" in told
+    assert "give samples of the form that the run was trained on" in told
+
+
+def test_a_fit_that_python_saved_is_no_run(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_run(workshop / "prices").fit.save(tmp_path / "fit")
+    words = ["predict", "--run", tmp_path / "fit", "--data", workshop / "prices.csv"]
+    refused(words, "nested-fit.safetensors alone, as save of Python writes it", capsys)
+    (tmp_path / "fit" / "model.safetensors").touch()  # as of a run that was killed while it was written
+    refused(words, "holds no finished run", capsys)
 
 
 def refused(words: list[object], what: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from linnet.app import cli
 from linnet.tangent import gram as gram_module
 from tests.app.runs.small_tasks import result as read
-from tests.app.runs.small_tasks import write_nets, write_pictures
+from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
 from tests.hangs import HANGS
 from tests.report.test_page import Page
 
@@ -86,6 +87,16 @@ def test_of_a_regression_beside_the_run(workshop: Path, capsys: pytest.CaptureFi
     assert found["held_out"]["explained"] > 0.5
     assert found["scores"][0]["rmse"] > 0
     assert "explained to" in capsys.readouterr().out
+
+
+def test_what_the_fit_warns_of_is_a_note(workshop: Path, tmp_path: Path) -> None:
+    data, out = write_table(tmp_path / "a.csv", lines=20), tmp_path / "spectrum"
+    data.write_text(data.read_text() + 4 * "0.5,0.5,0.5,100\n")
+    words = ["--data", data, "--model", f"{workshop / 'nets.py'}:mlp", "--out", out]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert spectrum(*words) == 0
+    assert sum("are copies of others" in one for one in read(out)["findings"]) == 1
 
 
 @pytest.mark.drawings

@@ -20,13 +20,8 @@ from torch import Tensor, nn
 from linnet.app.data import TaskData, check_images, read_task
 from linnet.app.models import load_model
 from linnet.app.options import AdaptOptions, NetworkOptions, TaskOptions, listed
-from linnet.app.runs.folder import (
-    Origin,
-    SavedRun,
-    TestSource,
-    interrupted_run,
-    test_digest,
-)
+from linnet.app.runs.folder import Origin, SavedRun, TestSource, interrupted_run
+from linnet.app.runs.held_out import test_digest
 from linnet.app.runs.normalization import normalized
 from linnet.app.runs.place import KERNEL_FILE, TRAINING, leave, shared_fit
 from linnet.app.runs.trust import absolute_spec

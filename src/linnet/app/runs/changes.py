@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from linnet.app.data.transforms import Standardize
-from linnet.app.runs.folder import SavedRun, answered, load_test, save_run, test_digest
+from linnet.app.runs.folder import SavedRun, answered, save_run
+from linnet.app.runs.held_out import load_test, places_of, test_digest
 from linnet.app.runs.place import clear_run
 from linnet.app.runs.results import EQUAL, further, place_of, print_change, write
 from linnet.app.runs.samples import NewSamples, find_samples, named, read_new, required_answers
@@ -74,6 +75,8 @@ class Change:
         return range(self.before.fit.n - len(self.removed), self.after.fit.n)
 
 
+FORGET_FIRST = "linnet forget those first where the new answers are right"
+DRAWN = 50  # tables of rows like a run's, by which what chance explains is known
 KEPT = "the layers below were trained on them and keep what they learned: adapt again without them"
 
 
@@ -178,27 +181,44 @@ def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples
     whole, labeled = answered(bare, run.samples.labels), answered(values, answers)
     measured = run.measured
     own, theirs = (whole, labeled) if measured else (bare, values)
-    known = _copies(enumerate(theirs), _places([*own, *run.held]), once=measured)
+    every = [*own, *run.held]
+    known = _copies(enumerate(theirs), places_of(every), once=measured)
     found = {row: at for row, at in known.items() if at < len(own)}
-    tested = [row for row, at in known.items() if at >= len(own)]
-    alike = measured and len(found) < len(own) and _by_chance(own, len(found), len(theirs))
-    known = {} if alike else known
-    rest = [(row, name) for row, name in enumerate(labeled) if row not in known]
-    gone = _copies(rest, _places(run.forgotten), once=measured)
-    what, notes = [], []
-    if alike and found:
-        notes.append(f"{len(found)} of {len(new.ids)} samples are like samples of the training")
-    elif found:
+    count, what, notes = len(new.ids), [], []
+    alike = measured and len(found) < len(own) and _by_chance(every, own, len(found), count)
+    if alike:  # another table, in which what is held out may still be
+        held = _copies(enumerate(theirs), places_of(run.held), once=True)
+        mere = bool(held) and _by_chance(every, run.held, len(held), count)
+        like = ("samples of the training", found), ("test samples of the run", held if mere else {})
+        told = "by chance: they are taken as new; where they are not, give the new ones alone"
+        notes += [f"{len(rows)} of {count} samples are like {kind}, {told}" for kind, rows in like if rows]
+        found, known = {}, {} if mere else {row: len(own) + at for row, at in held.items()}
+    if found:
         row, at = next(iter(found.items()))
         told = f"training samples of the run already, first {new.ids[row]}, which is {run.samples.ids[at]}"
-        what.append(f"{len(found)} of {len(new.ids)} samples are {told}")
-    if tested and not alike:
+        what.append(f"{len(found)} of {count} samples are {told}")
+    if tested := [row for row in known if row not in found]:
         told = f"test samples of the run, first {new.ids[min(tested)]}"
-        what.append(f"{len(tested)} of {len(new.ids)} samples are {told}")
+        what.append(f"{len(tested)} of {count} samples are {told}")
+    rest = [(row, name) for row, name in enumerate(labeled) if row not in known]
+    gone = _copies(rest, places_of(run.forgotten), once=measured)
     if gone:
         told = f"forgotten before, first {new.ids[min(gone)]} (linnet adapt would train on them again)"
-        what.append(f"{len(gone)} of {len(new.ids)} samples were {told}")
-    if len(known) + len(gone) == len(new.ids):
+        what.append(f"{len(gone)} of {count} samples were {told}")
+    corrected: dict[int, int] = {}
+    if measured and 2 * len(found) > len(own):  # a table that has the run's rows has each of them once
+        lacking = [name.partition(" ")[0] for name in every]
+        for at in known.values():
+            lacking[at] = ""
+        rest = [(row, values[row]) for row, _ in rest if row not in gone]
+        corrected = _copies(rest, places_of(lacking), once=True)
+    if corrected:
+        row, at = next(iter(corrected.items()))
+        which = f"which is {run.samples.ids[at]}" if at < len(own) else "a test sample"
+        told = f"another answer in the run, first {new.ids[row]}, {which} ({FORGET_FIRST})"
+        what.append(f"{len(corrected)} of {count} samples have {told}")
+    left = {*known, *gone, *corrected}
+    if len(left) == count:
         raise DataError(
             "; ".join(what),
             expected="samples that the run was not trained on, has not forgotten and does not hold out",
@@ -206,25 +226,17 @@ def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples
             "draws anew what is held out",
         )
     notes += [f"{told}; these are left out" for told in what]
-    other = _otherwise(values, answers, bare, run.samples.labels)
-    if other and not alike and not (measured and _by_chance(bare, len(other), len(values))):
+    other = [one for one in _otherwise(values, answers, bare, run.samples.labels) if one[0] not in corrected]
+    equal = len(_copies([(row, values[row]) for row, _ in other], places_of(bare), once=True))
+    if other and not alike and not (measured and _by_chance(bare, bare, equal, count)):
         row, at = other[0]
-        notes.append(
-            f"{len(other)} samples have another answer than equal training samples, first {new.ids[row]}, "
-            f"which is {run.samples.ids[at]}: linnet forget those first where the new answers are right"
-        )
-    keep = np.setdiff1d(np.arange(len(new.ids)), [*known, *gone])
+        told = f"equal training samples, first {new.ids[row]}, which is {run.samples.ids[at]}"
+        beside = "both are trained on; " if measured else ""
+        notes.append(f"{len(other)} samples have another answer than {told}: {beside}{FORGET_FIRST}")
+    keep = np.setdiff1d(np.arange(count), sorted(left))
     ids = tuple(new.ids[row] for row in keep)
     kept = replace(new, x=new.x[keep], y=answers[keep], ids=ids)
     return kept, answers[keep], tuple(notes)
-
-
-def _places(names: Sequence[str]) -> dict[str, list[int]]:
-    """Where each name stands, in order."""
-    found: dict[str, list[int]] = {}
-    for at, name in enumerate(names):
-        found.setdefault(name, []).append(at)
-    return found
 
 
 def _copies(names: Iterable[tuple[int, str]], places: dict[str, list[int]], once: bool) -> dict[int, int]:
@@ -236,19 +248,24 @@ def _copies(names: Iterable[tuple[int, str]], places: dict[str, list[int]], once
     return found
 
 
-def _by_chance(own: Sequence[str], equal: int, count: int) -> bool:
-    """Whether so many of the new rows equal training rows as training rows equal each other."""
-    times = Counter(own)
-    share = sum(n for n in times.values() if n > 1) / len(own)
-    error = (share * (1 - share) / count) ** 0.5
-    return bool(share) and equal / count <= share + 3 * error
+def _by_chance(every: Sequence[str], part: Sequence[str], equal: int, count: int) -> bool:
+    """Whether no more rows of a part are found than another table of so many rows like them would hold."""
+    kinds, inside = Counter(every), Counter(part)
+    times, there = np.array(list(kinds.values())), np.array([inside[kind] for kind in kinds])
+    # a new row is like some row as often as the run's rows are like each other (Good and Turing)
+    share = times[times > 1].sum() / len(every)
+    if not share:
+        return False
+    chances, rng = np.append(times / len(every) * share, 1 - share), np.random.default_rng(0)
+    drawn = [np.minimum(rng.multinomial(count, chances)[:-1], there).sum() for _ in range(DRAWN)]
+    return bool(equal <= np.mean(drawn) + 3 * np.std(drawn))
 
 
 def _otherwise(
     names: Sequence[str], answers: Array, own: Sequence[str], known: Array
 ) -> list[tuple[int, int]]:
     """Rows that equal training rows, all of which have other answers, with one such row."""
-    found, groups = [], _places(own)
+    found, groups = [], places_of(own)
     for row, name in enumerate(names):
         places = groups.get(name, ())
         if places and not any(np.array_equal(known[at], answers[row]) for at in places):
@@ -345,7 +362,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
         "seconds": change.seconds, "refit_seconds": change.again.seconds,
         "own_scales": change.again.own_scales, "kept_scales": _kept(after),
         "trained": after.fit.trained, "fit": summary,
-        "findings": list(findings), "out": str(out),
+        "untested": why, "findings": list(findings), "out": str(out),
     }  # fmt: skip
     return result, page
 

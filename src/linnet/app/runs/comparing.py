@@ -44,7 +44,8 @@ class Finished:
         """Read a run."""
         (classes, source), path = tested(folder), folder / "result.json"
         try:
-            found = cls._of(folder, read_json(path), classes, source)
+            result = read_json(path)
+            found, why = cls._of(folder, result, classes, source), str(result.get("untested") or "")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise FileFormatError(
                 f"{path} does not hold the result of a run ({type(error).__name__}: {error})",
@@ -53,9 +54,11 @@ class Finished:
             ) from error
         if found is None:
             raise InputError(
-                f"{folder} has no test samples with answers",
+                f"{folder} has no test samples with answers{': ' * bool(why)}{why}",
                 expected="two runs that were scored on test samples",
-                remedy="adapt with data that have a test part",
+                remedy="make it again from data that still hold its test samples"
+                if why
+                else "adapt with data that have a test part",
             )
         return found
 

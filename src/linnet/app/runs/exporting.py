@@ -47,6 +47,7 @@ class RunModule(nn.Module):
     std: Tensor
     origin: Tensor
     unit: Tensor
+    possible: Tensor | None
 
     def __init__(self, model: nn.Module, run: SavedRun) -> None:
         super().__init__()
@@ -56,6 +57,7 @@ class RunModule(nn.Module):
         x = run.fit.x  # a fit in float64 keeps the inputs of its network, and takes such
         self.dtype = x.dtype if x.is_floating_point() else run.fit.module.function.dtype
         self.channels = x.shape[1]
+        self.register_buffer("possible", run.fit._possible)
         for name, values in _constants(run).items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
@@ -68,7 +70,7 @@ class RunModule(nn.Module):
             return tuple(self._in_units(mean, variance))
         moderated, point, share = self.temperatures
         known = share * variance[0] if variance else None
-        return mean, *variance, probabilities(mean, known, moderated if variance else point)
+        return mean, *variance, probabilities(mean, known, moderated if variance else point, self.possible)
 
     def _inputs(self, x: Tensor) -> Tensor:
         """What the network takes."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import params
-from linnet.app.data import ImageTransform, Standardize, TaskData, load_data
+from linnet.app.data import ImageTransform, Standardize
 from linnet.app.data.task import Table
 from linnet.app.models import apply_weights, load_model
 from linnet.app.options import RunOptions
@@ -38,7 +38,7 @@ from linnet.nested.features import RandomHeads, with_random_heads
 from linnet.nested.nested_fit import NestedFit
 from linnet.report.reading import Fit, Predictions, predict, temperatures_of
 from linnet.report.records import Samples
-from linnet.saved import load
+from linnet.saved import READERS, load
 from linnet.tangent.batch import hash_examples
 from linnet.tangent.functional import check_output
 
@@ -256,36 +256,6 @@ def tested(folder: Path) -> tuple[tuple[str, ...] | None, TestSource | None]:
     return known.classes, known.test
 
 
-def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
-    """Read a run's test samples again."""
-    source, (transform, scale) = run.test, run.transforms
-    if source is None:
-        return None, "the run has no test samples"
-    if source.positions == ():
-        return None, "the run was trained on all its test samples since: none is left to score on"
-    images = transform if isinstance(transform, ImageTransform) else None
-    try:
-        task = load_data(source.path, images, source.seed, target=source.target, damaged=source.damaged)
-        if source.positions is not None:
-            task = task.subset("test", source.positions)
-    except LinnetError as error:
-        return None, f"the test samples cannot be read again: {error.what}"
-    if test_digest(task) != source.digest:
-        return None, f"the test samples in {source.path} are not those of the run any more"
-    if source.columns is not None and task.table != source.columns:
-        return None, f"other columns of {source.path} would be features now than those of the run"
-    if isinstance(transform, Standardize):
-        task = replace(task, transform=transform, targets=scale)
-    return task, ""
-
-
-def test_digest(task: TaskData) -> str:
-    """A hash of the test samples' names and answers."""
-    digest = hashlib.sha256("\0".join(task.test.ids).encode())
-    digest.update(np.ascontiguousarray(task.test.y).tobytes())
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True)
 class _Known:
     """What the record of a run says, in its own types."""
@@ -362,6 +332,13 @@ def read_record(folder: Path) -> dict[str, Any]:
             remedy="name the folder that was --out of linnet adapt",
         )
     if not (folder / RECORD).is_file():
+        saved = [file.stem for file in folder.glob("*.safetensors")]
+        if len(saved) == 1 and saved[0] in READERS:  # a run has other files beside its fit
+            raise InputError(
+                f"run is {folder}, which holds {saved[0]}.safetensors alone, as save of Python writes it",
+                expected="a folder written by linnet adapt, forget or update",
+                remedy=f"open it in Python with its network: linnet.load({str(folder)!r}, net)",
+            )
         raise FileFormatError(
             f"{folder} holds no finished run: {RECORD} is missing",
             expected="a folder written by linnet adapt, forget or update",

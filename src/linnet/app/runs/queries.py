@@ -15,7 +15,8 @@ import numpy as np
 from linnet.app.data import SampleSet
 from linnet.app.data.task import InMemory
 from linnet.app.options import RunOptions
-from linnet.app.runs.folder import SavedRun, load_test, opened
+from linnet.app.runs.folder import SavedRun, opened
+from linnet.app.runs.held_out import load_test
 from linnet.app.runs.place import check_file, check_out
 from linnet.app.runs.results import place_of, print_prediction, write, written
 from linnet.app.runs.samples import NewSamples, answer_in_words, find_samples, named, read_new
@@ -27,6 +28,10 @@ from linnet.report.records import Content, Explanation, Neighbor, Notes, Trainin
 
 TABLES = (".csv", ".json")  # the files that rows are written to
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
+OUTPUTS_ALONE = (
+    "the probabilities are of the outputs alone, at a temperature of their own: those beside standard "
+    "deviations know the variance too, and are others"
+)
 Array = np.ndarray[Any, Any]
 
 
@@ -162,7 +167,8 @@ def prediction_page(
     test = predicted(run.pictured(new.x, new.y, new.ids), found)
     unknown = f"{len(new.ids)} samples were predicted; their answers are not known."
     headline = (unknown,) if new.y is None else ()
-    notes = (f"{found.note}; --std false leaves them out from the start",) if found.note else ()
+    notes = [f"{found.note}; --std false leaves them out from the start"] if found.note else []
+    notes += [OUTPUTS_ALONE] if found.probs is not None and found.std is None else []
     findings = (*new.findings, *notes)
     warnings = (*run.fit.record.warnings, *findings)
     page = Content(

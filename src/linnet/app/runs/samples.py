@@ -229,7 +229,9 @@ def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
             expected=f"{known}, like the samples that the run was trained on",
             remedy=f'tokenizer(texts, padding="max_length", truncation=True, max_length={known[0]})'
             if tokens
-            else "scale them to that size, or adapt with --size and --channels",
+            else "scale them to that size, or adapt with --size and --channels"
+            if isinstance(transform, ImageTransform)
+            else ALIKE,
         )
     if new.y is not None and run.classes is None and new.y.shape[1] != run.fit.system.c:
         new = replace(new, y=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from linnet.app.runs.adaptation import (
     require_linearizable,
     started,
 )
-from linnet.app.runs.folder import SavedRun, load_test, opened
+from linnet.app.runs.folder import SavedRun, opened
+from linnet.app.runs.held_out import load_test
 from linnet.app.runs.place import RECORD, check_out
 from linnet.app.runs.results import score_table, write, written
 from linnet.errors import InputError
@@ -89,7 +91,7 @@ def from_run(options: RunOptions) -> Subject:
     assert isinstance(fit, NestedFit)
     data = fit.x, fit.targets if fit.labels is None else fit.labels
     lin, targets = _at_random_head(fit.module, fit.system.c), OneHot(fit._targets.scale)
-    linear = fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
+    linear = _fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
     linear.record = replace(linear.record, warnings=(*linear.record.warnings, NOTE))
     found = replace(run, fit=linear)
     test, findings = (None, (why,)) if task is None else (task.test, ())
@@ -102,12 +104,22 @@ def from_data(options: TaskOptions, kernel: Path | None) -> Subject:
     task, lin, stages = begun.task, _linearized(options, begun), begun.stages
     with stages.measure("fit"), waiting("fit"):
         solver = "auto" if kernel is None else Dual(kernel)
-        fit = fit_linear(lin, begun.tensors(), ridge="loo", solver=solver, memory=options.memory)
+        fit = _fit_linear(lin, begun.tensors(), ridge="loo", solver=solver, memory=options.memory)
     transforms = (task.transform, task.targets)
     run = SavedRun(begun.origin, fit, task.samples("train"), task.classes, transforms, None)
     network = "random hidden units" if options.model is None else str(options.model).rpartition(":")[2]
     title = f"Linearity of {options.data.stem} for {network}"
     return Subject(run, task.test, task.findings, stages, title)
+
+
+def _fit_linear(lin: Linearized, data: Any, **how: Any) -> Any:
+    """The linear fit, whose record has what it warns of: notes of the page, and not of Python."""
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always", UserWarning)
+        found = fit_linear(lin, data, **how)
+    told = dict.fromkeys((*found.record.warnings, *(str(one.message) for one in raised)))
+    found.record = replace(found.record, warnings=tuple(told))
+    return found
 
 
 def made_part(options: TaskOptions | None, file: Path | None, part: str) -> tuple[dict[str, Any], list[str]]:

@@ -34,7 +34,8 @@ from linnet.app.data import ImageTransform
 from linnet.app.data.folder import SUFFIXES, UNDAMAGED
 from linnet.app.data.task import SampleSet
 from linnet.app.runs.changes import forget
-from linnet.app.runs.folder import SavedRun, load_test
+from linnet.app.runs.folder import SavedRun
+from linnet.app.runs.held_out import load_test
 from linnet.app.runs.samples import NewSamples, answer_in_words, read_new
 from linnet.errors import DataError, InputError, LinnetError
 from linnet.files import finite
