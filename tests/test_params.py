@@ -133,3 +133,10 @@ def test_unknown_keywords_are_named() -> None:
 def test_a_class_is_no_object() -> None:
     with pytest.raises(InputError, match=r"the class Linear.*pass an object of the class: Linear"):
         params.instance("model", torch.nn.Linear, torch.nn.Module, "an nn.Module")
+
+
+def test_words_of_other_libraries_are_answered_with_ours() -> None:
+    with pytest.raises(InputError, match='pass structure="kfac"'):
+        params.choice("structure", "kron", ("full", "kfac"), "pass another if unsure")
+    with pytest.raises(InputError, match="pass another if unsure"):
+        params.choice("structure", "diag", ("full", "kfac"), "pass another if unsure")

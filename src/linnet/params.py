@@ -87,8 +87,8 @@ def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> N
 
 
 ELSEWHERE = {  # what other libraries call a choice
-    "kron": "kfac", "kronecker": "kfac", "diag": "diagonal", "lowrank": "low-rank", "last_layer": "last-layer",
-    "marglik": "evidence", "gridsearch": "grid",
+    "kron": "kfac", "kronecker": "kfac", "diag": "diagonal", "lowrank": "low-rank",
+    "last_layer": "last-layer", "marglik": "evidence", "gridsearch": "grid",
 }  # fmt: skip
 
 

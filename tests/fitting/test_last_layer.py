@@ -410,3 +410,45 @@ def test_a_large_fit_of_a_head_names_the_solver_of_one_kernel(monkeypatch: pytes
     whole = nn.Sequential(*net, nn.Tanh())
     for lin in (linnet.linearize(net), linnet.linearize(whole, params=r"2\.")):
         linnet.fit(lin, (x, y), ridge=1.0)  # warnings are errors here
+
+
+class Teacher(nn.Module):
+    """Two heads whose mean is the output, by name, as in a distilled network of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.body(x).tanh()
+        return {"mean": (self.one(h) + self.two(h)) / 2, "first": self.one(h)}
+
+
+def test_remedies_for_several_heads_lead_on() -> None:
+    torch.manual_seed(0)
+    net, data = Teacher(), (torch.randn(N, 4), torch.arange(N) % 3)
+    with pytest.raises(ModelError, match=r"output='mean', one of 'mean', 'first'"):
+        linnet.adapt(net, data)
+    with pytest.raises(ModelError, match=r"with_head\(\.\.\., head='one'\), with the same output="):
+        linnet.with_head(net, 3, data=data, output="first")
+    made = linnet.with_head(net, 3, data=data, output="first", head="one")
+    assert made(data[0]).shape == (N, 3)
+    with pytest.raises(ModelError, match="several make the outputs"):
+        linnet.with_head(net, 3, data=data, output="mean", head="one")
+
+
+def test_texts_with_other_numbers_of_ends_are_told_of() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 16, "vocab_size": 40, "pad_token_id": 0, "eos_token_id": 39}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 16}
+    net = transformers.BartForSequenceClassification(transformers.BartConfig(**sizes, num_labels=3)).eval()
+    x, y = {"input_ids": torch.randint(3, 39, (N, LENGTH))}, torch.arange(N) % 3
+    with pytest.raises(ModelError, match="end each text in one") as error:
+        linnet.adapt(net, (x, y))
+    assert "decoder_input_ids" not in error.value.remedy
+    x["input_ids"][:, -1] = 39
+    fit = linnet.adapt(net, (x, y), weight=0.0)
+    x["input_ids"][0, 2] = 39
+    with pytest.raises(ModelError, match="end each text in one"):
+        fit.predict(x)

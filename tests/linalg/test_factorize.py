@@ -186,3 +186,12 @@ def test_nonnegative_removes_rounding_only() -> None:
     assert nonnegative(torch.empty(0)).numel() == 0
     with pytest.raises(NumericalError, match=r"-0\.01"):
         nonnegative(torch.tensor([-1e-2, 1.0]))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_eigenvalues_of_what_has_underflowed_are_rounding(kind: torch.dtype) -> None:
+    least = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps  # the smallest number
+    values = torch.tensor([-34.0, 0.0, 20.0], dtype=kind) * least
+    assert torch.equal(nonnegative(values), values.clamp(min=0))
+    with pytest.raises(NumericalError):
+        nonnegative(torch.tensor([-1e-30, 1e-30], dtype=kind))

@@ -272,7 +272,7 @@ def test_an_offset_of_values_changes_no_noise(offset: float, monkeypatch: pytest
 def test_networks_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y, xt = data()
     many(monkeypatch)
-    with pytest.warns(UserWarning, match=r"or model\.double\(\)"):
+    with pytest.warns(UserWarning, match=r"pass model\.double\(\)"):
         fit = linnet.adapt(network(dtype), (x.to(dtype), y), earlier=1.0)
     expected = linnet.adapt(network(), (x, y), earlier=1.0, ridge=fit.ridge)
     same = fit.predict(xt.to(dtype)).argmax(1) == expected.predict(xt).argmax(1)

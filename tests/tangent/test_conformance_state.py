@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet.errors import FileFormatError
+from linnet.tangent.modes import random_state
 from tests.oracles.dense import jacobian_oracle, output_oracle
 from tests.zoo import Case, assert_near, case, every_animal, flat, linearize, set_delta
 
@@ -244,3 +249,44 @@ def test_preflight_names_every_parameter(name: str) -> None:
     assert [row.name for row in check.parameters] == wanted
     assert check.ok, check.findings
     assert all(name in str(check) for name in wanted)
+
+
+class Writing(nn.Module):
+    """A network that counts its passes, keeps a mean and draws numbers, none of which its outputs show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.calls = nn.Linear(4, 6), nn.Linear(6, 3), 0
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.calls += 1
+        torch.rand(3), np.random.rand(), random.random()  # noqa: NPY002
+        out: Tensor = self.head(self.body(x).tanh())
+        return out
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.long])
+def test_passes_that_write_and_draw_leave_all_as_it_was(kind: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x, y = Writing(), (3 * torch.randn(12, 4)).to(kind), torch.arange(12) % 3
+    before = copy.deepcopy(net.state_dict()), random_state(torch.device("cpu"))
+    fit = linnet.adapt(net, (x, y))
+    lin = linnet.linearize(net)
+    other = linnet.fit(lin, (x.float(), y), ridge=1.0)
+    for number, made in enumerate((fit, other)):
+        expected = made.predict(x)
+        made.save(tmp_path / str(number))
+        assert torch.allclose(linnet.load(tmp_path / str(number), net).predict(x), expected)
+    assert net.calls == 0
+    assert all(torch.equal(t, net.state_dict()[name]) for name, t in before[0].items())
+    assert random_state(torch.device("cpu")) == before[1]
+    double = linnet.linearize(copy.deepcopy(net).double()).function
+    assert lin.double().function.fingerprint() == double.fingerprint()
+    with torch.no_grad():
+        net.count += 1
+    with pytest.raises(FileFormatError, match="weights differ"):
+        linnet.load(tmp_path / "1", net)

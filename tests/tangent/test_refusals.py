@@ -122,6 +122,7 @@ DATA: list[Row] = [
     (InputError, "length 3", lambda: batches(A, A, Y)),
     (InputError, "batch 1", lambda: batches((A, Y), (A,), (A, Y))),
     (InputError, "batch 0", lambda: Data.of(iter([A, Y])).pair),
+    (InputError, "collate_fn", lambda: batches((A, A, A), (A, A, A))),
     (InputError, "without targets", lambda: batches({"input": A}, {"input": A})),
     (DataError, "batch 1", lambda: batches((A, Y), (A, Y[:4]))),
     (DataError, "no example", lambda: batches()),

@@ -229,3 +229,54 @@ def test_random_numbers_and_unused_heads_stay_as_they_were() -> None:
     before = torch.get_rng_state()
     linnet.linearize(net).kernel(X)
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Cut(nn.Module):
+    """A network that runs without gradients, as a whole or below its head."""
+
+    def __init__(self, mode: Callable[[], Any], whole: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+        self.mode, self.whole = mode, whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.mode():
+            h = self.body(x).tanh()
+            out = self.head(h)
+        return out if self.whole else self.head(h.clone())
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.thinned(3)
+def test_a_network_that_runs_without_gradients_is_refused(mode: Callable[[], Any], call: str) -> None:
+    with pytest.raises(ModelError, match=r"without a gradient in any parameter.*let the caller do that"):
+        CALLS[call](Cut(mode, whole=True))
+
+
+def test_a_body_that_runs_without_gradients_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"2 selected parameter\(s\), first 'body.weight'"):
+        fit = linnet.adapt(Cut(torch.no_grad, whole=False), (X, Y), weight=0.5)
+    assert any("body.weight" in line for line in fit.record.warnings)
+
+
+class Masking(nn.Module):
+    """A vector that stands for what is hidden in training, as in networks of speech."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.layer = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.mask.expand(len(x), -1)[:, :2], x[:, 2:]], 1) if self.training else x
+        return self.layer(x)
+
+
+def test_what_training_alone_uses_is_named_with_how_to_leave_it_out() -> None:
+    net = network(lambda: nn.Linear(4, 6), Masking())
+    with pytest.raises(ModelError) as error:
+        CALLS["kernel"](net)
+    remedy = str(error.value).partition("params=")[2].removesuffix(".")
+    kernel = linnet.linearize(net, params=eval(remedy)).kernel(X)
+    names = [name for name, _ in net.named_parameters() if name != "1.mask"]
+    assert torch.equal(kernel, linnet.linearize(net, params=names).kernel(X))

@@ -384,7 +384,8 @@ def _require_together(kinds: Sequence[Any], columns: Expectation, derivative: st
         columns.matrix == "fisher" or (columns.likelihood.canonical and not hessian)
     )
     products = hessian or any(kind in OPERATORS for kind in kinds)
-    asked = f"structure={[*kinds] if len(kinds) > 1 else kinds[0]!r} with matrix={columns.matrix!r}, expectation={columns.kind!r}"
+    structure = [*kinds] if len(kinds) > 1 else kinds[0]
+    asked = f"structure={structure!r} with matrix={columns.matrix!r}, expectation={columns.kind!r}"
     table = (
         (
             ("kfra" in kinds) != recursion or ("kfra" in kinds and len(kinds) > 1),
@@ -414,7 +415,7 @@ def _require_together(kinds: Sequence[Any], columns: Expectation, derivative: st
         (
             hessian and kinds[0] not in ("matrix-free", "full", "block"),
             '"matrix-free", "full" or "block" for a Hessian',
-            'take the diagonal() of "block", or the Gauss-Newton matrix for what must be positive semi-definite',
+            'take the diagonal() of "block", or the Gauss-Newton matrix, which is positive semi-definite',
         ),
     )
     refuse_first((wrong, asked, expected, remedy) for wrong, expected, remedy in table)

@@ -304,10 +304,15 @@ def _refuse(model: nn.Module, elsewhere: str | None, ending: str | None) -> NoRe
     """Raise for a network whose outputs are not those of its last linear layer."""
     what = "features, but probabilities"
     if any(name for name, _ in _linear_layers(model)):
-        what = f"what its last nn.Linear ({last_linear(model)[0]}) gives"
+        what = f"what its last nn.Linear ({last_linear(model)[0]!r}) gives"
     remedy = "leave out what follows it, such as a softmax"
+    named = f"; name the layer with linnet.with_head(..., head=), such as one of {_last_names(model)}"
+    if RECORD in vars(model):  # a layer was named
+        named = "; pass the network below its heads, where several make the outputs"
     if elsewhere is not None:
         what += f", but what {elsewhere!r} gives"
+        remedy = f"name that layer, linnet.with_head(..., head={elsewhere!r}), with the same output="
+        named = ""
     elif ending is not None:
         what += f", but what the {type(model.get_submodule(ending)).__name__} {ending!r} behind it gives"
         last = isinstance(model, nn.Sequential) and ending == [*model._modules][-1]
@@ -315,8 +320,7 @@ def _refuse(model: nn.Module, elsewhere: str | None, ending: str | None) -> NoRe
     raise ModelError(
         f"model ({type(model).__name__}) does not return {what}",
         expected="a network that ends in a linear layer, takes one of its results, or returns features",
-        remedy=f"{remedy}; name the layer with linnet.with_head(..., head=), such as one of "
-        f"{_last_names(model)}; or pass output=lambda r: r where what it returns are features, as of an "
+        remedy=f"{remedy}{named}; or pass output=lambda r: r where what it returns are features, as of an "
         "encoder that ends in an activation",
     )
 

@@ -252,7 +252,9 @@ def nonnegative(values: Tensor, name: str = "matrix") -> Tensor:
     if values.numel() == 0:
         return values
     smallest, largest = float(values.min()), float(values.abs().max())
-    tolerance = 100 * max(values.shape[-1], 10) * torch.finfo(values.dtype).eps * largest
+    kind = torch.finfo(values.dtype)
+    # below the smallest normal number rounding errors are no longer relative
+    tolerance = 100 * max(values.shape[-1], 10) * max(kind.eps * largest, kind.tiny)
     if smallest < -tolerance:
         raise NumericalError(
             f"{name} is not positive semi-definite: its smallest eigenvalue is {smallest:.3g}",

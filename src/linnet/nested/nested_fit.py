@@ -482,7 +482,7 @@ def offset_remarks(prior: Prior, system: KernelSystem | NormalSystem, targets: T
 
 
 def rounding_remarks(
-    prior: Prior, rows: Tensor, kernels: Kernels, system: KernelSystem | NormalSystem
+    prior: Prior, rows: Tensor, kernels: Kernels, system: KernelSystem | NormalSystem, targets: Targets
 ) -> tuple[str, ...]:
     """Whether the rounding of features and gradients leaves errors in predictions."""
     # rows (N, D) or (N, D + E)
@@ -506,13 +506,14 @@ def rounding_remarks(
     largest = eps * float(error.max().sqrt())
     outputs = system.problem.unscaled(system.residual) - system.left_over
     scale = float((outputs - outputs.mean(0)).square().mean().sqrt())
-    told = size_remarks(system.problem.unscaled(system.problem.residual), function.dtype, largest)
+    values = system.problem.unscaled(system.problem.residual)
+    told = size_remarks(values, function.dtype, largest, targets.classes is not None)
     if told or largest <= TOLERANCE * scale:
         return told
     return (f"{rounded(largest, scale)}; model.double() keeps more digits",)
 
 
-def size_remarks(targets: Tensor, kind: torch.dtype, other: float) -> tuple[str, ...]:
+def size_remarks(targets: Tensor, kind: torch.dtype, other: float, classes: bool) -> tuple[str, ...]:
     """Whether predictions, and their variances, are more than the type that they have can hold."""
     # targets (N, C); other: errors of another kind
     numbers, largest = torch.finfo(kind), float(targets.abs().max())
@@ -520,10 +521,12 @@ def size_remarks(targets: Tensor, kind: torch.dtype, other: float) -> tuple[str,
     if scale <= SPREAD * largest:
         return ()
     if not numbers.tiny < (1e-3 * scale) ** 2 < (1e3 * scale) ** 2 < numbers.max:
-        said = f"{kind} does not hold the squares of y, whose spread is {scale:.1g}, and so no variances"
-        told = f"{said}: pass y / y.std(), or model.double()"
+        what = "outputs that classes stand for" if classes else "y"
+        said = f"{kind} does not hold the squares of {what}, whose spread is {scale:.1g}, and so no variances"
+        told = f"{said}: pass {'' if classes else 'y / y.std(), or '}model.double()"
     elif numbers.eps * largest > max(other, TOLERANCE * scale):
-        told = f"{rounded(numbers.eps * largest, scale)}; pass y - y.mean(0), or model.double()"
+        centered = "" if classes else "y - y.mean(0), or "
+        told = f"{rounded(numbers.eps * largest, scale)}; pass {centered}model.double()"
     else:
         return ()
     warn(told)
@@ -553,7 +556,10 @@ def solved(
     rows = system.problem.examples.rows[HEAD]
     assert rows is not None
     averaged = {"features": AVERAGED} if getattr(features.model, "averaged", False) else {}
-    told = (*rounding_remarks(prior, rows, kernels, system), *offset_remarks(prior, system, targets))
+    told = (
+        *rounding_remarks(prior, rows, kernels, system, targets),
+        *offset_remarks(prior, system, targets),
+    )
     told_of = {k: v.replace("lower layers", features.below) for k, v in choice.reasons().items()}
     if many:
         more = f"more than {MANY:,}" if batch_size(x) > MANY else "many more than these"

@@ -154,6 +154,8 @@ def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
         remedy = f"pass one of the data sets, as data[{next(iter(item))!r}]"
     elif entries:
         remedy = f'{remedy}, or rename the entry that holds the targets to "labels"'
+    elif isinstance(item, list | tuple) and len(item) > 2:
+        remedy = "let the loader give (x, y) pairs, as with its collate_fn, where it gives more"
     elif hasattr(item, "columns"):
         remedy = 'pass x and y apart: (table.drop(columns="y"), table["y"])'
     raise InputError(

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -37,7 +37,14 @@ from linnet.tangent.batch import (
     with_padding,
 )
 from linnet.tangent.forward_mode import JvpPath, Params
-from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
+from linnet.tangent.modes import (
+    alone,
+    differentiable_kernels,
+    has_recurrence,
+    in_exact_mode,
+    random_kept,
+    random_state,
+)
 from linnet.tangent.selection import Selector, masks_of, selected, set_masks
 from linnet.tree import hash_tensors, map_tensors, tensors_in
 
@@ -53,6 +60,7 @@ RUNNING = (
     "eval()), or use GroupNorm or LayerNorm in its place"
 )
 OWN_SHAPE = "inputs of the network's own shape"  # what the error of such a network expects
+SMALL = 1 << 16  # entries of a buffer that is remembered as it was, whatever passes write to it
 IDLE = "_linnet_idle"  # attribute of a network: a place in it that its outputs do not depend on
 OutputAdapter = str | Callable[[Any], Tensor] | None
 
@@ -67,6 +75,7 @@ class Findings:
         self.operations: float | None = None  # of one example's forward pass
         self.inner_layers: set[tuple[str, ...]] = set()  # whose result is not the output
         self.keeps_inputs: bool | None = None  # whether no pass writes to its inputs
+        self.draws: bool | None = None  # whether a pass draws random numbers
         self.independent: dict[Any, int] = {}  # how far examples are, by kind of batch
         self.own_rows: dict[Any, int] = {}  # whether gradients are their own, by shapes
         self.probe: Inputs = None  # made-up inputs
@@ -93,8 +102,8 @@ class Findings:
 
     def of_other_weights(self, folds: bool, plans: bool) -> Findings:
         """What holds for other weights as well."""
-        kept = ["jvp", "operations", "inner_layers", "keeps_inputs", "independent", "own_rows", "probe"]
-        kept += ["folds"] * folds + ["plans", "plans_by_shape", "output_shapes"] * plans
+        kept = ["jvp", "operations", "inner_layers", "keeps_inputs", "draws", "independent", "own_rows"]
+        kept += ["probe", *["folds"] * folds] + ["plans", "plans_by_shape", "output_shapes"] * plans
         found = Findings()
         vars(found).update({name: getattr(self, name) for name in kept})
         return found
@@ -114,6 +123,7 @@ class Functional:
         self.held = _held(model, self.names) if params is None else 0
         self.model = _frozen_copy(model)
         set_masks(self.model, chosen)
+        self._buffers = {name: t.clone() for name, t in self.model.named_buffers() if t.numel() <= SMALL}
         self.output = output
         self.recurrent = has_recurrence(model)
         self.token = padding_token(model)
@@ -126,6 +136,7 @@ class Functional:
         self._masked: tuple[nn.Module, tuple[str, ...]] | None = None
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
         theta = self.theta
+        self._kind = self.dtype  # of its weights when the buffers were remembered
         _check_finite(tensors_by_name(self.model))
         self.space = ParameterSpace.of(theta)
         reuse_freed_memory()
@@ -193,6 +204,9 @@ class Functional:
             if name in self.names or not same:
                 target = theirs[name]
                 target.data = new.to(device=target.device, dtype=target.dtype, copy=True)
+        if not same:
+            begun = {name: theirs[name].clone() for name in given if name in twin._buffers}
+            twin._buffers = {**twin._buffers, **begun}
         return twin
 
     @property
@@ -244,14 +258,25 @@ class Functional:
         params = {**params, **{name: self._held(name, params[name], own) for name, own in masks.items()}}
         everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
         try:
-            with differentiable_kernels(self.recurrent):
+            with self._random_kept(), differentiable_kernels(self.recurrent):
                 result = torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False)
-        except IndexError as error:  # a token beyond the vocabulary, in whatever batch it stands
-            if _of_tokens(self.model, x) is None:
+        except (IndexError, ValueError) as error:  # such as a token beyond the vocabulary, in any batch
+            if _of_tokens(self.model, x, error) is None:
                 raise
             raise _cannot_run(self, x, error) from error
         outputs = adapt_outputs(result, self.output)
         return outputs if mask is None else outputs * mask
+
+    @contextlib.contextmanager
+    def _random_kept(self) -> Iterator[None]:
+        """The random streams as they were, around a pass of a network that may draw from them."""
+        if torch.compiler.is_compiling() or self.cache.draws is False:
+            yield
+            return
+        with random_kept(device=self.device):
+            before = random_state(self.device)
+            yield
+            self.cache.draws = random_state(self.device) != before
 
     def _members(self) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
         """The tracked parameters, and all names that each tensor goes by; the network is walked once."""
@@ -305,6 +330,11 @@ class Functional:
             return self.source.fingerprint()
         with alone():
             state = self.model.state_dict()
+        # passes may write to buffers, and the network that is given next time has made none
+        for name, t in self._buffers.items():
+            if name in state:
+                cast = self.dtype != self._kind and t.is_floating_point()  # as lin.float() does
+                state[name] = t.to(self.dtype) if cast else t
         idle = getattr(self.model, IDLE, None)
         held = [key for key in sorted(state) if key in self.names or not lies_in(idle, key)]
         tensors = [state[key] for key in held if isinstance(state[key], Tensor)]
@@ -375,7 +405,7 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
     shared = ambiguity(x)
     told = f"model ({type(function.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}"
     together = batch_statistics(function.model)
-    if of_tokens := _of_tokens(function.model, x):
+    if of_tokens := _of_tokens(function.model, x, error):
         return ModelError(told, *of_tokens)
     if together and "value per channel" in first:
         expected, remedy = "normalization by running statistics", RUNNING.format(together[0])
@@ -390,7 +420,7 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
     return ModelError(f"{told}; {shared}" if shared else told, expected, remedy)
 
 
-def _of_tokens(model: nn.Module, x: Inputs) -> tuple[str, str] | None:
+def _of_tokens(model: nn.Module, x: Inputs, error: Exception) -> tuple[str, str] | None:
     """What a network of tokens expects, and how to get it, where its inputs are not that."""
     config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
@@ -406,7 +436,10 @@ def _of_tokens(model: nn.Module, x: Inputs) -> tuple[str, str] | None:
         return f"token ids below {words}, the size of its vocabulary", "use the tokenizer of this network"
     if isinstance(most, int) and ids.shape[1] > most:
         return f"at most {most} tokens", f"pass tokenizer(..., truncation=True, max_length={most})"
-    if getattr(config, "is_encoder_decoder", False) and isinstance(x, Mapping) and DECODED not in x:
+    if "<eos>" in str(error):
+        return "as many <eos> tokens in each text", "end each text in one, and leave no other in it"
+    decodes = getattr(config, "is_encoder_decoder", False) and "decoder" in str(error)
+    if decodes and isinstance(x, Mapping) and DECODED not in x:
         made = f"model.prepare_{DECODED}_from_labels(labels)"
         return f"{TOKENS} and {DECODED}", f"pass {DECODED}={made} beside them, or the encoder alone"
     return None
@@ -467,8 +500,8 @@ def _held(model: nn.Module, names: list[str]) -> int:
     return sum(p.numel() for n, p in model.named_parameters() if n not in chosen and not p.requires_grad)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a network, out of torch.compile's wrapper."""
+def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
+    """A copy of a network, out of torch.compile's wrapper, that shares some of its tensors."""
     model = without_wrapper(model)
     # Norms and masks of torch.nn.utils that are no parametrizations keep the weight that the last pass made,
     # with the history that forbids copying it; a hook makes it anew before each pass.
@@ -481,7 +514,7 @@ def copied(model: nn.Module) -> nn.Module:
         for value in vars(module).values()
         if isinstance(value, Tensor)
     }
-    clone = copy.deepcopy(model, made)
+    clone = copy.deepcopy(model, made | {id(t): t for t in shared})
     for module in clone.modules():
         if (part := without_wrapper(module)) is not module:  # a compiled part is run as it was
             vars(module)["forward"] = part
@@ -645,10 +678,13 @@ def adapt_outputs(result: Any, output: OutputAdapter) -> Tensor:
             else getattr(result, "logits", result)
         )
     if not isinstance(result, Tensor):
+        parts = result if isinstance(result, Mapping) else {}
+        names = [repr(name) for name, part in parts.items() if isinstance(part, Tensor)]
+        one = f"output={names[0]}, one of {', '.join(names)}" if names else "output=lambda r: r[0]"
         raise ModelError(
             f"model returns {type(result).__name__}, not a tensor",
             expected="a tensor (N, C), or an object with .logits",
-            remedy="pass output=, for example output=lambda r: r[0]; linnet.with_head puts a head behind the "
+            remedy=f"pass output=, for example {one}; linnet.with_head puts a head behind the "
             "last_hidden_state of an encoder",
         )
     if result.ndim == 0:

@@ -17,7 +17,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
@@ -40,7 +39,7 @@ from linnet.tangent.batch import (
 from linnet.tangent.forward_mode import COARSE, ROUNDING, SWITCHING, Params, hand_over, sketch
 from linnet.tangent.functional import FAILURES, RUNNING, Findings, Functional, batch_statistics
 from linnet.tangent.gradients import random_cotangent, recorded
-from linnet.tangent.modes import alone, in_exact_mode
+from linnet.tangent.modes import alone, in_exact_mode, random_kept
 from linnet.tree import hash_tensors, map_tensors
 
 MOST = 32  # examples that are run twice: enough for every pattern of places that a program writes by hand
@@ -67,14 +66,18 @@ NOTHING = KnownOutputs()
 def is_random(function: Functional, x: Inputs) -> bool:
     """Whether two passes over the same examples, of which two are run, differ."""
     few = take(x, slice(0, min(2, batch_size(x))))
-    first, second = function(function.theta, few), function(function.theta, few)
+    drawing = copy.copy(function)
+    drawing.cache = Findings()
+    drawing.cache.draws = False  # so that the second pass goes on where the first has ended
+    with random_kept(device=function.device):
+        first, second = drawing(function.theta, few), drawing(function.theta, few)
     return not torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def unsteady(function: Functional, x: Inputs) -> tuple[str, str]:
     """What makes two passes differ, random numbers or a state that the network keeps, and what to do."""
     few, outputs, before = take(x, slice(0, min(2, batch_size(x)))), [], _state(function.model)
-    with torch.no_grad(), _random_state_kept(function):
+    with torch.no_grad(), random_kept(device=function.device):
         for _ in range(2):
             torch.manual_seed(0)
             outputs.append(function(function.theta, few).nan_to_num())
@@ -169,8 +172,9 @@ def require_independence(
     if known.get(key, -1) >= level:
         return
     found = dependence(function, x, seen)
-    if found is not None:
-        _refuse(function, found, x)
+    # passes that begin with the same random numbers may be alike
+    if found is not None or (function.cache.draws and is_random(function, x)):
+        _refuse(function, found or OWN, x)
     known[key] = known[shapes] = level
     if function.cache.probe is None:
         function.cache.probe = made_up(x)
@@ -210,6 +214,8 @@ def require_own_gradients(
 ) -> None:
     """Raise if an example alone has another gradient than in its batch, though its outputs are the same."""
     # weights (n, C)
+    if not any(together.values()):
+        _require_history(function, few)
     alone = [
         _sketches(*recorded(function, take(few, [i]), seen), weights[i : i + 1])
         for i, seen in together.items()
@@ -270,9 +276,12 @@ def require_own_rows(function: Functional, x: Inputs) -> None:
     if value.requires_grad:
         settle_unused(function, x, [name for name in leaves if not any(name in own for own in seen.values())])
         require_one_function(function, x)
+    else:
+        _require_history(function, few)
     known[key] = n
 
 
+FEW = 3  # parameters that an error names
 REMEDY = (
     "compute the weight in every pass: merge_weights=False for loralib, model.unmerge_adapter() for peft, no "
     "cache in eval(); or leave these parameters out with params="
@@ -314,7 +323,7 @@ def require_one_function(function: Functional, x: Inputs) -> None:
     one, found = take(x, slice(0, 1)), []
     for network in (_training_twin(function, ()), function):
         try:
-            with _random_state_kept(function):
+            with random_kept(device=function.device):
                 found.append(recorded(network, one))
         except (LinnetError, *FAILURES):  # a network that cannot be trained on one example says nothing
             return
@@ -329,6 +338,25 @@ def require_one_function(function: Functional, x: Inputs) -> None:
         _refuse_mode(function, first, "has other gradients in {} in training mode, though the same outputs")
 
 
+def _require_history(function: Functional, x: Inputs) -> None:
+    """Raise where autograd sees no parameter of a network, and warn where it sees none that is selected."""
+    moved = {name: t + random_cotangent(t)[0] for name, t in function.theta.items()}
+    with torch.no_grad():
+        outputs, others = (function.flat(at, x).nan_to_num() for at in (function.theta, moved))
+    if torch.equal(outputs, others):
+        return  # they do not depend on what is selected
+    every = {n: p.detach() for n, p in function.model.named_parameters() if p.is_floating_point()}
+    with torch.enable_grad():
+        if function.flat({n: p.requires_grad_() for n, p in every.items()}, x).requires_grad:
+            settle_unused(function, x, function.names)  # layers below a head that are frozen in this way
+            return
+    raise ModelError(
+        f"model ({type(function.model).__name__}) gives outputs without a gradient in any parameter",
+        expected="outputs that autograd can differentiate",
+        remedy="forward runs under torch.no_grad() or inference_mode(), or detaches: let the caller do that",
+    )
+
+
 def _refuse_mode(function: Functional, names: list[str], does: str) -> NoReturn:
     """Raise the error of a network that is another function of some parameters in training mode."""
     kind = type(function.model.get_submodule(names[0].rpartition(".")[0])).__name__
@@ -336,8 +364,16 @@ def _refuse_mode(function: Functional, names: list[str], does: str) -> NoReturn:
     raise ModelError(
         f"model ({type(function.model).__name__}) {does.format(which)}, and is linearized in evaluation mode",
         expected="the same function of the weights in both modes",
-        remedy=REMEDY,
+        remedy=REMEDY + _others_than(names),
     )
+
+
+def _others_than(names: list[str]) -> str:
+    """What ``params=`` is without a few parameters, such as one that fills masked places in training."""
+    if len(names) > FEW:
+        return ""
+    ends = tuple(name.removeprefix("body.") for name in names)  # of a network behind which a head was put
+    return f"lambda n, p: p.requires_grad and not n.endswith({ends if len(ends) > 1 else ends[0]!r})"
 
 
 def _switches(module: nn.Module) -> bool:
@@ -384,7 +420,7 @@ def unused_remark(function: Functional) -> str:
 
 def _is_random(function: Functional, x: Inputs, before: Params) -> bool:
     """Whether training mode has other gradients at each pass, as with dropout that is no module."""
-    with _random_state_kept(function):
+    with random_kept(device=function.device):
         torch.manual_seed(1)
         again = recorded(_training_twin(function, ()), x)
     return bool(_unlike([before], [_sketches(*again, random_cotangent(again[0].detach())[0])], function))
@@ -396,7 +432,7 @@ def _in_training(function: Functional, few: Inputs, names: tuple[str, ...]) -> l
         return []
     twin = _training_twin(function, names)
     try:
-        with _random_state_kept(function):
+        with random_kept(device=function.device):
             value, leaves = recorded(twin, few, names)
             if not value.requires_grad:
                 return []
@@ -409,11 +445,6 @@ def _in_training(function: Functional, few: Inputs, names: tuple[str, ...]) -> l
 def _wrapped(function: Functional) -> bool:
     """Whether the network is one process' part of several, which cannot be copied without gradients."""
     return isinstance(function.model, nn.parallel.DistributedDataParallel)
-
-
-def _random_state_kept(function: Functional) -> AbstractContextManager[None]:
-    """What is drawn inside leaves the global generators as they were."""
-    return torch.random.fork_rng([function.device] if function.device.type == "cuda" else [])
 
 
 def _training_twin(function: Functional, names: tuple[str, ...]) -> Functional:

@@ -24,11 +24,10 @@ is asked only where inputs are unusual, and once for each type and number of axe
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -55,7 +54,14 @@ from linnet.tangent.batch import (
     with_padding,
     yields,
 )
-from linnet.tangent.functional import FAILURES, Functional, adapt_outputs, call_arguments, without_wrapper
+from linnet.tangent.functional import (
+    FAILURES,
+    Functional,
+    adapt_outputs,
+    call_arguments,
+    copied,
+    without_wrapper,
+)
 from linnet.tangent.modes import random_kept
 from linnet.tree import map_tensors, tensors_in
 
@@ -584,28 +590,17 @@ def _way(network: Functional | nn.Module, few: Inputs, change: _InputRules) -> t
     return found or ()
 
 
-@contextlib.contextmanager
-def _asking(model: nn.Module) -> Iterator[None]:
-    """A network in evaluation mode, without gradients; it and all random streams are put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    if model.training:
-        model.eval()
-    try:
-        with torch.no_grad(), random_kept():
-            yield
-    finally:
-        for module, mode in modes:
-            if module.training != mode:
-                module.train(mode)
-
-
 def _result(network: Functional | nn.Module, x: Inputs) -> Any:
     """What a network returns for a batch; ``None`` where it fails."""
-    model = _module_of(network)
     try:
-        with _asking(model):
+        with torch.no_grad(), random_kept():
             if isinstance(network, Functional):
                 return network(network.theta, x)
+            model = without_wrapper(network)
+            # a copy, as a pass may write to buffers and attributes; its train() could write to the weights
+            model = copied(model, model.parameters())
+            for module in model.modules():
+                module.training = False
             args, named = call_arguments(on_device(x, device_of(model)))
             return model(*args, **named)
     except (*FAILURES, LinnetError):

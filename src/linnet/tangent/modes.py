@@ -221,15 +221,22 @@ def _usable(x: Any) -> Any:
     return map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
 
 
+def random_state(device: torch.device) -> tuple[Any, ...]:
+    """The random streams that a network may draw from."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    _, array, place, *_ = np.random.get_state()  # noqa: NPY002 - networks draw from it
+    return *(s.numpy().tobytes() for s in states), np.asarray(array).tobytes(), place, random.getstate()
+
+
 @contextlib.contextmanager
-def random_kept(*sources: Any) -> Iterator[None]:
-    """The random streams of the process, and those of samplers and loaders, as they were."""
+def random_kept(*sources: Any, device: torch.device | None = None) -> Iterator[None]:
+    """The random streams of the process, of a device, and of samplers and loaders, as they were."""
     every = (*sources, *(getattr(source, "sampler", None) for source in sources))
     own = [g for g in (getattr(source, "generator", None) for source in every) if g is not None]
     mine = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
     python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 - samplers draw from it
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
             yield
     finally:
         random.setstate(python)
