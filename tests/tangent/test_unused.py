@@ -246,12 +246,26 @@ class Cut(nn.Module):
         return out if self.whole else self.head(h.clone())
 
 
-@pytest.mark.parametrize("call", CALLS)
+def product(net: nn.Module, matrix: str = "gauss-newton") -> Tensor:
+    """Of a curvature that is never formed."""
+    G = linnet.curvature(net, (X, Y), Categorical(), structure="matrix-free", matrix=matrix)
+    return G.mv(torch.ones(G.shape[1], dtype=G.dtype))
+
+
+DIFFERENTIATING: dict[str, Callable[[nn.Module], Any]] = {
+    **CALLS,
+    "vjp": lambda net: linnet.linearize(net).vjp(X, torch.ones(len(X), 3)),
+    "product": product,
+    "hessian": lambda net: product(net, "hessian"),
+}
+
+
+@pytest.mark.parametrize("call", DIFFERENTIATING)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.thinned(3)
 def test_a_network_that_runs_without_gradients_is_refused(mode: Callable[[], Any], call: str) -> None:
     with pytest.raises(ModelError, match=r"without a gradient in any parameter.*let the caller do that"):
-        CALLS[call](Cut(mode, whole=True))
+        DIFFERENTIATING[call](Cut(mode, whole=True))
 
 
 def test_a_body_that_runs_without_gradients_is_said() -> None:

@@ -34,6 +34,7 @@ from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, not_finite
 from linnet.tangent.gradients import pulled_back, side_by_side
+from linnet.tangent.independence import require_history
 from linnet.tangent.jacobian import jvp, jvp_path
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.rules import OUTER, Captured, Use, UseFactors, factors
@@ -165,6 +166,8 @@ def _by_tangents(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Te
         leaves = {name: t.detach().requires_grad_() for name, t in direction.items()}
         with torch.enable_grad():
             f, tangent = jvp(function, x, leaves)
+        if not tangent.requires_grad:
+            require_history(function, x)
         u = weigh(f.detach(), tangent.detach()[None], slice(0, f.shape[0]))[0]
         # Jv is linear in v: its gradient in v along u is Jᵀu
         parts.append(pulled_back(tangent, list(leaves.values()), u[None])[0])
@@ -177,6 +180,7 @@ def _by_double_backward(function: Functional, x: Inputs, v: Tensor, weigh: Weigh
     with torch.enable_grad(), differentiable_kernels(function.recurrent):
         f = function(leaves, x)
         if not f.requires_grad:
+            require_history(function, x)
             return torch.zeros_like(v)
         u = torch.zeros_like(f, requires_grad=True)
         pulled = torch.autograd.grad(f, list(leaves.values()), u, create_graph=True, allow_unused=True)
@@ -501,6 +505,7 @@ def _hessian_product(function: Functional, batch: Batch, likelihood: Likelihood,
         assert batch.y is not None
         loss = likelihood.nll(f, batch.y).sum()
         if not loss.requires_grad:  # the outputs depend on no parameter
+            require_history(function, batch.x)
             return torch.zeros_like(v)
         found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
         used = [(g, name) for g, name in zip(found, leaves, strict=True) if g is not None and g.requires_grad]

@@ -215,7 +215,7 @@ def require_own_gradients(
     """Raise if an example alone has another gradient than in its batch, though its outputs are the same."""
     # weights (n, C)
     if not any(together.values()):
-        _require_history(function, few)
+        require_history(function, few)
     alone = [
         _sketches(*recorded(function, take(few, [i]), seen), weights[i : i + 1])
         for i, seen in together.items()
@@ -277,7 +277,7 @@ def require_own_rows(function: Functional, x: Inputs) -> None:
         settle_unused(function, x, [name for name in leaves if not any(name in own for own in seen.values())])
         require_one_function(function, x)
     else:
-        _require_history(function, few)
+        require_history(function, few)
     known[key] = n
 
 
@@ -338,7 +338,7 @@ def require_one_function(function: Functional, x: Inputs) -> None:
         _refuse_mode(function, first, "has other gradients in {} in training mode, though the same outputs")
 
 
-def _require_history(function: Functional, x: Inputs) -> None:
+def require_history(function: Functional, x: Inputs) -> None:
     """Raise where autograd sees no parameter of a network, and warn where it sees none that is selected."""
     moved = {name: t + random_cotangent(t)[0] for name, t in function.theta.items()}
     with torch.no_grad():

@@ -40,7 +40,7 @@ from linnet.tangent.forward_mode import (
 )
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import pulled_back
-from linnet.tangent.independence import require_independence, require_own_rows
+from linnet.tangent.independence import require_history, require_independence, require_own_rows
 from linnet.tangent.modes import CallMode, differentiable_kernels, first_order, in_exact_mode
 from linnet.tangent.nonfinite import refuse_derivative, require_finite_derivative
 from linnet.tree import tensors_in
@@ -411,6 +411,8 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor, checked: bool = True
             remedy="pass one cotangent for each output of lin.base(x)",
         )
     columns = u[None] if u.ndim == 2 else u.movedim(2, 0)
+    if not value.requires_grad:
+        require_history(function, x)
     if not value.requires_grad or not u.numel():
         return u.new_zeros(function.space.dim, *u.shape[2:])
     flat = pulled_back(value, list(leaves.values()), columns)
