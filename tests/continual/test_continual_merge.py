@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.continual import EWC, NonOnlineLaplace, OnlineLaplace
-from linnet.continual.quadratic import MERGES, scaled, summed
+from linnet.continual.quadratic import MERGES, PenaltyBlock, PenaltyPrecision, scaled, summed
 from linnet.errors import ModelError
 from linnet.likelihoods import Categorical
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
@@ -313,3 +313,25 @@ def test_tasks_that_train_a_weight_and_then_its_bias_have_no_inverse() -> None:
     assert float(method.penalty().detach()) == 0.0
     with pytest.raises(ModelError, match="stands in blocks of two forms"):
         method.precision()
+
+
+HEAD, WEIGHTS, BIASES = ["2.weight", "2.bias"], ["0.weight", "2.weight"], ["0.bias", "2.bias"]
+EVERY = ["0.weight", "0.bias", *HEAD]
+
+
+@pytest.mark.parametrize("structure", ["full", "low-rank", "diagonal", "block"])
+@pytest.mark.parametrize("tasks", [[HEAD, EVERY], [EVERY, HEAD], [WEIGHTS, BIASES, EVERY], [BIASES, EVERY]])
+def test_tasks_of_some_parameters_add_up(
+    structure: str, tasks: list[list[str]], float64: torch.dtype
+) -> None:
+    net, data = small_network(), small_task(0)
+    delta = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    precision = PenaltyPrecision()
+    want = {name: torch.zeros_like(d) for name, d in delta.items()}
+    for params in tasks:
+        parts = linnet.curvature(net, data, Categorical(), structure, params=params).parts
+        blocks = [PenaltyBlock.of(part, 1.0, 24.0, torch.float64) for part in parts]
+        precision = precision.plus(blocks, "exact")
+        for block in blocks:
+            want = {name: t + block.product(delta).get(name, 0.0) for name, t in want.items()}
+    torch.testing.assert_close(precision.product(delta), want, rtol=1e-8, atol=1e-10)

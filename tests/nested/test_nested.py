@@ -640,6 +640,9 @@ def test_weights_far_from_one_are_refused() -> None:
     for scale in (1e-8, 1e8):
         with pytest.raises(InputError, match=r"sample_weight / sample_weight.mean\(\)"):
             linnet.adapt(net, (x, y), sample_weight=torch.full((24,), scale))
+    linnet.adapt(
+        net, (x, y), weight=0.0, ridge=1e-5, sample_weight=torch.full((24,), 1e-5)
+    )  # nothing is searched
 
 
 def test_many_classes_of_one_sample_each_take_the_ridge_of_highest_evidence(

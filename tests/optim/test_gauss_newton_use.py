@@ -114,8 +114,40 @@ def test_parameters_unfrozen_later_are_not_trained_and_it_says_so() -> None:
     optimizer, (x, y) = classifier(net), classes()
     optimizer.step(x, y)
     net.get_submodule("0").requires_grad_(True)
-    with pytest.warns(UserWarning, match="was frozen when the optimizer was made"):
+    with pytest.warns(UserWarning, match="was frozen or not there when the optimizer was made"):
         optimizer.step(x, y)
+
+
+def test_states_without_layers_are_taken_and_damaged_ones_refused() -> None:
+    net, (x, y) = mlp(), classes()
+    optimizer = classifier(net)
+    optimizer.step(x, y)
+    state = optimizer.state_dict()
+    for layers in (None, torch.zeros(4), torch.tensor(list(b"[1, 2]"), dtype=torch.uint8)):
+        own = copy.deepcopy(state)
+        saved = own["gauss_newton"]["curvature"]
+        saved.pop("layers") if layers is None else saved.update(layers=layers)
+        twin = copy.deepcopy(net)
+        other = classifier(twin)
+        other.load_state_dict(own)
+        if layers is None:  # they are found on the batch
+            other.step(x, y)
+        else:
+            with pytest.raises(InputError, match="holds no layers"):
+                other.step(x, y)
+
+
+def test_a_loss_of_zero_is_no_sum() -> None:
+    net = nn.Linear(3, 2)
+    net.bias.data = torch.tensor([300.0, -300.0])
+    optimizer, x, y = (
+        GaussNewton(net, Categorical(), damping=1.0),
+        torch.randn(8, 3),
+        torch.zeros(8, dtype=torch.long),
+    )
+    loss = nn.functional.cross_entropy(net(x), y)
+    loss.backward()
+    assert optimizer.step(x, y, loss=loss).loss == 0.0
 
 
 def test_a_sum_of_losses_is_refused() -> None:

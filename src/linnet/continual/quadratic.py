@@ -417,7 +417,7 @@ class PenaltyPrecision:
         return sum(tensor.nbytes for tensor in tensors_in(terms))
 
     def diagonal(self) -> Tensor:
-        """The diagonal entries of all blocks one after another, with the prior's p."""
+        """The diagonal entries of all blocks one after another, each with the prior's p."""
         found = [torch.stack([t.diagonal() for t in b.terms]).sum(0) + self.prior for b in self.blocks]
         return torch.cat(found) if found else torch.zeros(0)
 
@@ -485,7 +485,7 @@ def _wider(matrix: Tensor, corner: float) -> Tensor:
 
 def _spread(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredOperator:
     """A block of some parameters as one of more, with zeros for the others."""
-    if old.shapes_by_name == new.shapes_by_name:
+    if old.names == new.names:
         return operator
     sizes = {name: torch.Size(shape).numel() for name, shape in new.shapes_by_name.items()}
     starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))

@@ -220,7 +220,8 @@ class RunningAverage(Shown, ABC):
         begun = integer("state['batches']", state.get("batches", 1), 0) > 0
         self._restart(state, self._batch(x) if begun else None)
         own = self._tensors()
-        _match({"examples", "batches", *self._layers(), *own}, set(state))
+        layers = self._layers() if "layers" in state else {}
+        _match({"examples", "batches", *layers, *own}, set(state))
         _fill(own, state)
         self.examples.fill_(number("state['examples']", state["examples"], least=0))
         self.batches = integer("state['batches']", state["batches"], 0)
@@ -363,9 +364,9 @@ class RunningCurvature(RunningAverage):
         """The layers of a state, which must be of this network."""
         try:
             layers: list[Layer] = from_plain(json.loads(bytes(known.tolist())))
-        except ValueError as error:
-            raise _other_state("holds no layers") from error
-        shapes = {name: tuple(shape) for layer in layers for name, shape in layer.shapes_by_name.items()}
+            shapes = {name: tuple(shape) for layer in layers for name, shape in layer.shapes_by_name.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise _other_state("holds no layers under 'layers'") from error
         if shapes != {name: tuple(shape) for name, shape in self.function.space.shapes.items()}:
             raise _other_state("has layers of other parameters")
         return layers

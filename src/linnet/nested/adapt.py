@@ -243,7 +243,8 @@ def _adapted(
     features = RandomHeads(model, HEADS, seed, names)
     require_chosen(features, params, given)
     targets = weighed_targets(task_targets(y, features.function.dtype), data.weights)
-    _require_about_one(targets.weights)
+    if given.ridge is None:
+        _require_about_one(targets.weights)
     headless = isinstance(model, Appended) and model.width is not None
     outputs = None if headless else last_linear(model)[1].out_features
     said = (*(() if data.classes else doubts(y, targets, outputs)), *data_remarks(x, targets))

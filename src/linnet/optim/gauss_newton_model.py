@@ -93,13 +93,13 @@ class Network:
                 )
 
     def tell_unfrozen(self, network: nn.Module) -> None:
-        """Warn of parameters that were frozen when the optimizer was made, and are no longer."""
+        """Warn of parameters that require a gradient and are not trained: frozen or not there before."""
         trained = {id(p) for p in self.parameters.values()}
         for name, p in network.named_parameters():
             if p.requires_grad and id(p) not in trained:
                 warn(
-                    f"parameter {name!r} was frozen when the optimizer was made, and is not trained: make a "
-                    "new optimizer, or name with params= what each of several trains"
+                    f"parameter {name!r} was frozen or not there when the optimizer was made, and is not "
+                    "trained: make a new optimizer, or name with params= what each of several trains"
                 )
                 return
 
@@ -335,7 +335,7 @@ def require_mean(network: Network, parts: Sequence[Pair], loss: float) -> None:
         return
     own = network.loss(parts)
     for times, what in ((n, f"a sum over {n} examples"), (n / counted, f"a mean over {counted} labels")):
-        if abs(times - 1) >= APART and abs(loss - times * own) <= APART * abs(times * own):
+        if abs(times - 1) >= APART and abs(loss - times * own) < APART * abs(times * own):
             raise InputError(
                 f"the loss is {what}",
                 expected=f"a mean over the {n} examples, of which each is a sum over its labels",

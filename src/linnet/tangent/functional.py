@@ -37,14 +37,7 @@ from linnet.tangent.batch import (
     with_padding,
 )
 from linnet.tangent.forward_mode import JvpPath, Params
-from linnet.tangent.modes import (
-    alone,
-    differentiable_kernels,
-    has_recurrence,
-    in_exact_mode,
-    random_kept,
-    random_state,
-)
+from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tangent.selection import Selector, masks_of, selected, set_masks
 from linnet.tree import hash_tensors, map_tensors, tensors_in
 
@@ -75,7 +68,6 @@ class Findings:
         self.operations: float | None = None  # of one example's forward pass
         self.inner_layers: set[tuple[str, ...]] = set()  # whose result is not the output
         self.keeps_inputs: bool | None = None  # whether no pass writes to its inputs
-        self.draws: bool | None = None  # whether a pass draws random numbers
         self.independent: dict[Any, int] = {}  # how far examples are, by kind of batch
         self.own_rows: dict[Any, int] = {}  # whether gradients are their own, by shapes
         self.probe: Inputs = None  # made-up inputs
@@ -102,8 +94,8 @@ class Findings:
 
     def of_other_weights(self, folds: bool, plans: bool) -> Findings:
         """What holds for other weights as well."""
-        kept = ["jvp", "operations", "inner_layers", "keeps_inputs", "draws", "independent", "own_rows"]
-        kept += ["probe", *["folds"] * folds] + ["plans", "plans_by_shape", "output_shapes"] * plans
+        kept = ["jvp", "operations", "inner_layers", "keeps_inputs", "independent", "own_rows", "probe"]
+        kept += ["folds"] * folds + ["plans", "plans_by_shape", "output_shapes"] * plans
         found = Findings()
         vars(found).update({name: getattr(self, name) for name in kept})
         return found
@@ -123,7 +115,8 @@ class Functional:
         self.held = _held(model, self.names) if params is None else 0
         self.model = _frozen_copy(model)
         set_masks(self.model, chosen)
-        self._buffers = {name: t.clone() for name, t in self.model.named_buffers() if t.numel() <= SMALL}
+        buffers = self.model.named_buffers(remove_duplicate=False)
+        self._buffers = {name: t.clone() for name, t in buffers if t.numel() <= SMALL}
         self.output = output
         self.recurrent = has_recurrence(model)
         self.token = padding_token(model)
@@ -258,7 +251,7 @@ class Functional:
         params = {**params, **{name: self._held(name, params[name], own) for name, own in masks.items()}}
         everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
         try:
-            with self._random_kept(), differentiable_kernels(self.recurrent):
+            with differentiable_kernels(self.recurrent):
                 result = torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False)
         except (IndexError, ValueError) as error:  # such as a token beyond the vocabulary, in any batch
             if _of_tokens(self.model, x, error) is None:
@@ -266,17 +259,6 @@ class Functional:
             raise _cannot_run(self, x, error) from error
         outputs = adapt_outputs(result, self.output)
         return outputs if mask is None else outputs * mask
-
-    @contextlib.contextmanager
-    def _random_kept(self) -> Iterator[None]:
-        """The random streams as they were, around a pass of a network that may draw from them."""
-        if torch.compiler.is_compiling() or self.cache.draws is False:
-            yield
-            return
-        with random_kept(device=self.device):
-            before = random_state(self.device)
-            yield
-            self.cache.draws = random_state(self.device) != before
 
     def _members(self) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
         """The tracked parameters, and all names that each tensor goes by; the network is walked once."""

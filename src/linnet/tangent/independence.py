@@ -66,11 +66,8 @@ NOTHING = KnownOutputs()
 def is_random(function: Functional, x: Inputs) -> bool:
     """Whether two passes over the same examples, of which two are run, differ."""
     few = take(x, slice(0, min(2, batch_size(x))))
-    drawing = copy.copy(function)
-    drawing.cache = Findings()
-    drawing.cache.draws = False  # so that the second pass goes on where the first has ended
     with random_kept(device=function.device):
-        first, second = drawing(function.theta, few), drawing(function.theta, few)
+        first, second = function(function.theta, few), function(function.theta, few)
     return not torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
@@ -172,9 +169,8 @@ def require_independence(
     if known.get(key, -1) >= level:
         return
     found = dependence(function, x, seen)
-    # passes that begin with the same random numbers may be alike
-    if found is not None or (function.cache.draws and is_random(function, x)):
-        _refuse(function, found or OWN, x)
+    if found is not None:
+        _refuse(function, found, x)
     known[key] = known[shapes] = level
     if function.cache.probe is None:
         function.cache.probe = made_up(x)
@@ -353,7 +349,8 @@ def require_history(function: Functional, x: Inputs) -> None:
     raise ModelError(
         f"model ({type(function.model).__name__}) gives outputs without a gradient in any parameter",
         expected="outputs that autograd can differentiate",
-        remedy="forward runs under torch.no_grad() or inference_mode(), or detaches: let the caller do that",
+        remedy="forward runs under torch.no_grad() or inference_mode(), or detaches: let the caller do that; "
+        "or its outputs are whole numbers, comparisons or places, which have no derivative",
     )
 
 

@@ -56,6 +56,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.functional import (
     FAILURES,
+    SMALL,
     Functional,
     adapt_outputs,
     call_arguments,
@@ -598,7 +599,8 @@ def _result(network: Functional | nn.Module, x: Inputs) -> Any:
                 return network(network.theta, x)
             model = without_wrapper(network)
             # a copy, as a pass may write to buffers and attributes; its train() could write to the weights
-            model = copied(model, model.parameters())
+            large = [t for t in model.buffers() if t.numel() > SMALL]
+            model = copied(model, [*model.parameters(), *large])
             for module in model.modules():
                 module.training = False
             args, named = call_arguments(on_device(x, device_of(model)))

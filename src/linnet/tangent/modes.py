@@ -221,13 +221,6 @@ def _usable(x: Any) -> Any:
     return map_tensors(lambda t: t.clone() if t.is_inference() else t, x)
 
 
-def random_state(device: torch.device) -> tuple[Any, ...]:
-    """The random streams that a network may draw from."""
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    _, array, place, *_ = np.random.get_state()  # noqa: NPY002 - networks draw from it
-    return *(s.numpy().tobytes() for s in states), np.asarray(array).tobytes(), place, random.getstate()
-
-
 @contextlib.contextmanager
 def random_kept(*sources: Any, device: torch.device | None = None) -> Iterator[None]:
     """The random streams of the process, of a device, and of samplers and loaders, as they were."""

@@ -38,7 +38,7 @@ from linnet.tangent.trace import Trace, trace, weighed_trace
 PROBES = 3  # examples traced at once to prove a plan
 HIDDEN = "it is read where no operation is seen"
 APART = "it meets a constant that is not known to belong to the examples, as x.new_zeros(len(x), ...) is"
-DRAWS = 4  # weights drawn where a gradient vanishes on all probes
+DRAWS = 2  # weights drawn where a gradient vanishes on all probes
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
 Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the same sources came before

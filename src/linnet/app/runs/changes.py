@@ -258,7 +258,7 @@ def _by_chance(every: Sequence[str], part: Sequence[str], equal: int, count: int
         return False
     chances, rng = np.append(times / len(every) * share, 1 - share), np.random.default_rng(0)
     drawn = [np.minimum(rng.multinomial(count, chances)[:-1], there).sum() for _ in range(DRAWN)]
-    return bool(equal <= np.mean(drawn) + 3 * np.std(drawn))
+    return bool(equal <= min(np.mean(drawn) + 3 * np.std(drawn), np.max(drawn)))
 
 
 def _otherwise(
