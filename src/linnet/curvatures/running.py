@@ -211,7 +211,7 @@ class RunningAverage(Shown, ABC):
 
         Args:
             state: From :meth:`state_dict`.
-            x: A few examples, to find the layers on.
+            x: A few examples, to run the network on, and to find the layers on where the state has none.
 
         Raises:
             InputError: If the averages belong to another network or structure.

@@ -412,7 +412,7 @@ class GaussNewton(torch.optim.Optimizer):
         self._once.add(parts)
 
     def _resume(self, parts: list[Pair]) -> None:
-        """Take over what was loaded, once there is a batch to find the layers on."""
+        """Take over what was loaded, once there is a batch to run the network on."""
         if self._saved is None:
             return
         named = self._network.parameters.items()
@@ -567,7 +567,7 @@ class GaussNewton(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where another optimizer of the same network and settings was.
 
-        Averages are taken over at the next step, on whose batch the layers are found.
+        Averages are taken over at the next step, with the layers that they are of.
 
         Args:
             state_dict: From :meth:`state_dict`; the weights are the network's own, to be loaded apart.

@@ -129,6 +129,10 @@ class _Draft:
         dropped = {*self.exact, *self.unused}
         return [(key, use) for key, use in keyed(probe.uses) if not dropped & set(use.sources)]
 
+    def unproven(self, probe: Trace) -> frozenset[Key]:
+        """Those of them whose gradient has been zero so far."""
+        return frozenset(key for key, _ in self.open_uses(probe) if key not in self.layouts)
+
 
 def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -> DerivativePlan:
     """Look at groups of probes until every use has shown a gradient, or the tries are spent."""
@@ -143,14 +147,13 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         gradients = _gradients_alone(found, probe)
         _find_layouts(found, probe, gradients)
         _prove(found, function, probe, gradients, few if group is groups[0] else None)
-        if all(key in found.layouts for key, _ in found.open_uses(probe)):
+        if not found.unproven(probe):
             break
     for seed in range(DRAWS):
-        if all(key in found.layouts for key, _ in found.open_uses(probe)):
+        if not found.unproven(probe):
             break
         _prove_elsewhere(found, function, take(x, groups[0]), probe, seed)
-    open_uses = found.open_uses(probe)
-    unproven = frozenset(key for key, _ in open_uses if key not in found.layouts)
+    open_uses, unproven = found.open_uses(probe), found.unproven(probe)
     if tries is None:  # some gradient does not vanish in this batch, yet no example shows where it is
         reason = "its gradient could not be separated by example"
         found.exact.update({name: reason for sources, _ in unproven for name in sources})
